@@ -16,33 +16,45 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
+from transformers import (
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    Gemma4UnifiedAssistantConfig,
+    Gemma4UnifiedAssistantForCausalLM,
+    Gemma4UnifiedForCausalLM,
+    Gemma4UnifiedTextConfig,
+)
 
 VOCAB, WIDTH, STEPS, WINDOW = 40, 16, 3, 4
 IDS = [3, 17, 5, 29, 8, 30, 11, 2, 39, 21, 14, 6]
 SLIDING, FULL = "sliding_attention", "full_attention"
+GEMMA = (Gemma4TextConfig, Gemma4ForCausalLM, Gemma4AssistantConfig, Gemma4AssistantForCausalLM)
+UNIFIED = (
+    Gemma4UnifiedTextConfig,
+    Gemma4UnifiedForCausalLM,
+    Gemma4UnifiedAssistantConfig,
+    Gemma4UnifiedAssistantForCausalLM,
+)
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 8,
     "global_head_dim": 16,
     "sliding_window": WINDOW,
     "max_position_embeddings": 256,
-    "enable_moe_block": False,
 }
-TARGETS: dict[str, dict[str, Any]] = {
-    "shared": {"num_key_value_heads": 2, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8},
-    "equal": {
-        "num_key_value_heads": 2,
-        "num_global_key_value_heads": 1,
-        "num_kv_shared_layers": 0,
-        "hidden_size_per_layer_input": 0,
-        "attention_k_eq_v": True,
-    },
-}
-ORDERED: dict[str, dict[str, Any]] = {
-    "shared": {"use_ordered_embeddings": True, "num_centroids": 10, "centroid_intermediate_top_k": 4},
-    "equal": {"use_ordered_embeddings": False},
+EQUAL = {"num_global_key_value_heads": 1, "attention_k_eq_v": True}
+BARE = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "enable_moe_block": False}
+INPUTS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "enable_moe_block": False}
+ORDERED = {"use_ordered_embeddings": True, "num_centroids": 10, "centroid_intermediate_top_k": 4}
+# Of each: its classes, what both have, what the target has, what the layers of the assistant have, and the assistant.
+KINDS: dict[str, tuple[Any, ...]] = {
+    "shared": (GEMMA, {}, {**INPUTS, "num_kv_shared_layers": 2}, BARE, ORDERED),
+    "equal": (GEMMA, EQUAL, {**BARE, "num_kv_shared_layers": 0}, BARE, {}),
+    "unified": (UNIFIED, EQUAL, {}, {}, {}),
 }
 
 
@@ -80,33 +92,23 @@ def main() -> None:
     """Write everything."""
     out = Path(sys.argv[1])
     torch.set_num_threads(1)
-    for seed, (name, more) in enumerate(TARGETS.items(), 60):
-        layers = [SLIDING, FULL, SLIDING, FULL]
-        config = Gemma4TextConfig(
-            **SHAPE, **more, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=4, layer_types=layers,
-            vocab_size_per_layer_input=VOCAB,
-        )  # fmt: skip
-        target = fill(Gemma4ForCausalLM(config), seed)
-        own = {key: more[key] for key in ("num_key_value_heads", "num_global_key_value_heads") if key in more}
-        text = Gemma4TextConfig(
-            **SHAPE, **own, attention_k_eq_v="num_global_key_value_heads" in more, hidden_size=12, intermediate_size=20,
-            num_hidden_layers=3, num_kv_shared_layers=3, layer_types=[SLIDING, SLIDING, FULL],
-            hidden_size_per_layer_input=0, vocab_size_per_layer_input=0,
-        )  # fmt: skip
-        assistant = fill(
-            Gemma4AssistantForCausalLM(
-                Gemma4AssistantConfig(text_config=text, backbone_hidden_size=WIDTH, **ORDERED[name])
-            ),
-            seed + 10,
-        )
+    for seed, (name, (classes, both, theirs, own, more)) in enumerate(KINDS.items(), 60):
+        text_config, target_class, config_class, assistant_class = classes
+        shape = {"hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 4}
+        config = text_config(**SHAPE, **both, **theirs, **shape, layer_types=[SLIDING, FULL, SLIDING, FULL])
+        target = fill(target_class(config), seed)
+        shape = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 3, "num_kv_shared_layers": 3}
+        text = text_config(**SHAPE, **both, **own, **shape, layer_types=[SLIDING, SLIDING, FULL])
+        assistant = config_class(text_config=text, backbone_hidden_size=WIDTH, **more)
+        assistant = fill(assistant_class(assistant), seed + 10)
         target.save_pretrained(out / name / "target")
         assistant.save_pretrained(out / name / "assistant")
         with torch.no_grad():
             logits = torch.stack([rows(target, assistant, length) for length in range(2, len(IDS) - STEPS + 2)])
         save_file({"logits": logits.contiguous()}, out / name / "reference.safetensors")
     made_with = {package: version(package) for package in ("torch", "transformers", "safetensors")}
-    record = {"made_by": "scripts/made_once/make_assistant_references.py", "made_with": made_with}
-    record |= {"tokens": IDS, "steps": STEPS}
+    script = "scripts/made_once/make_assistant_references.py"
+    record = {"made_by": script, "made_with": made_with, "tokens": IDS, "steps": STEPS}
     (out / "provenance.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 

@@ -24,7 +24,8 @@ from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.products.packed_linear import Product
 from draftproof.errors import UserError, reason
 
-_TEXT, _SLIDING, _GATE = "gemma4_text", "sliding_attention", "gelu_pytorch_tanh"
+_FAMILIES = ("gemma4_text", "gemma4_unified_text")
+_SLIDING, _GATE = "sliding_attention", "gelu_pytorch_tanh"
 
 
 class Past(NamedTuple):
@@ -141,7 +142,8 @@ class AssistantNet:
         files.ignore("lm_head.weight")
         self._clusters: Product | None = None
         if files.config.get("use_ordered_embeddings"):
-            count, self._kept = files.number("num_centroids"), files.number("centroid_intermediate_top_k")
+            count = files.number("num_centroids")
+            self._kept = files.number("centroid_intermediate_top_k")
             if vocab % count or self._kept > count:
                 raise UserError(
                     f"the assistant {files.source!r} has num_centroids {count} and centroid_intermediate_top_k "
@@ -194,10 +196,11 @@ def _shape(files: HeadFiles) -> LayerShape:
 
     given = dict(files.config.get("text_config") or {})
     family = given.pop("model_type", None)
-    if family != _TEXT:
-        raise UserError(f"the assistant {files.source!r} has layers of type {family!r}: legal is {_TEXT}")
+    if family not in _FAMILIES:
+        legal = " and ".join(_FAMILIES)
+        raise UserError(f"the assistant {files.source!r} has layers of type {family!r}: legal are {legal}")
     try:
-        config = AutoConfig.for_model(_TEXT, **given)
+        config = AutoConfig.for_model(family, **given)
     except Exception as cause:
         raise UserError(f"the config of the assistant {files.source!r} cannot be used: {reason(cause)}") from cause
     if config.hidden_activation != _GATE:
@@ -220,9 +223,10 @@ def _sources(files: HeadFiles, config: Any, target: HFBackend) -> dict[str, int]
         UserError: the target is no Gemma 4 with such layers, or its heads have another size.
     """
     theirs = target.config
-    if getattr(theirs, "model_type", "") not in (_TEXT, "gemma4_unified_text"):
+    if theirs.model_type != config.model_type:
         raise UserError(
-            f"the assistant {files.source!r} reads keys and values of Gemma 4, and {target.name} is no such model"
+            f"the assistant {files.source!r} reads keys and values of {config.model_type}, and {target.name} is "
+            f"{theirs.model_type}: take an assistant that was made for this target"
         )
     own = theirs.layer_types[: theirs.num_hidden_layers - (theirs.num_kv_shared_layers or 0)]
     found = {kind: number for number, kind in enumerate(own)}
@@ -309,8 +313,12 @@ class AssistantBackend:
         self._net = AssistantNet(files, target)
         files.refuse_left()
         self._target = target
-        self.name, self.layers, self.deepest = f"assistant {source}", (), None
-        self.vocab_size, self.device, self.max_positions = target.vocab_size, target.device, target.max_positions
+        self.name = f"assistant {source}"
+        self.layers: tuple[int, ...] = ()
+        self.deepest: int | None = None
+        self.vocab_size = target.vocab_size
+        self.device = target.device
+        self.max_positions = target.max_positions
         self.capabilities = Capabilities(trees=True, hidden=self._net.width)
         target.record_states()
 
@@ -335,8 +343,11 @@ class AssistantBackend:
         for session, feed in zip(sessions, feeds, strict=True):
             session.admit(len(feed.tokens), feed.tree)
             if session.made is None:
+                if feed.tree is not None:
+                    raise ValueError("an assistant reads committed tokens before drafted ones")
                 session.read(feed.tokens)
-                session.root, session.made = session.stem, []
+                session.root = session.stem
+                session.made = []
                 above = [session.owner.states_at([session.root - 1])[0]]
             else:
                 above = session.above(feed)
