@@ -15,6 +15,7 @@ from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.engine.options import EngineOptions
 from draftproof.engine.registry import make_drafter
+from draftproof.models import REGISTRY
 from draftproof.tree import TokenTree
 from support import published
 from support.helpers import assert_output_distribution, embedded_model, tiny_llama
@@ -251,7 +252,8 @@ def test_a_head_is_known_by_its_config(tmp_path, name):
     else:
         assert (made.draft, made.drafter) == (None, f"{name}:{folder}")
     assert EngineOptions(draft=str(DATA / "target")).of_head().draft == str(DATA / "target")
-    assert EngineOptions(draft="owner/none").of_head().draft == "owner/none"
+    for other in ("owner/none", "owner/none:Q4_K_M", "embedded:draft", *REGISTRY):  # nothing is fetched or refused here
+        assert EngineOptions(draft=other).of_head().draft == other
 
 
 def test_an_engine_drafts_with_a_head_that_is_named_as_the_draft_model(tmp_path):

@@ -15,6 +15,7 @@ from torch import Tensor
 from draftproof import models
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.errors import UserError, reason
+from draftproof.models.found import is_file_name
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ALGORITHM = "speculators_model_type"
@@ -209,11 +210,15 @@ def _weight_files(source: str, folder: Path, names: Sequence[str]) -> list[Path]
 def head_algorithm(source: str) -> str | None:
     """The drafter that reads a published head, where a directory or hub id is one whose config says so; else None.
 
+    Names of models that this package knows, and those of files, are never heads.
+
     Raises:
         UserError: a head of an algorithm that is not read here.
     """
-    where = Path(models.resolve(source)).expanduser() / CONFIG
-    if not where.is_file() and not where.parent.exists() and "/" in source:
+    where = Path(source).expanduser() / CONFIG
+    if source in models.REGISTRY or is_file_name(source):
+        return None
+    if not where.parent.exists() and "/" in source:
         from huggingface_hub import hf_hub_download
 
         try:
