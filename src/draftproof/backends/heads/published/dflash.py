@@ -121,6 +121,23 @@ def _refuse_strange(files: HeadFiles, more: Sequence[str]) -> None:
         )
 
 
+class Before(NamedTuple):
+    """What a row may depend on.
+
+    Attributes:
+        tokens: those before it, from the last committed one on.
+        states: of all places of its block.
+    """
+
+    tokens: list[int]
+    states: Float[Tensor, "places dim"]
+
+
+def last_tokens(before: Sequence[Before], device: torch.device) -> Int[Tensor, " rows"]:
+    """The token before each row."""
+    return torch.tensor([each.tokens[-1] for each in before], dtype=torch.long, device=device)
+
+
 class DFlashNet:
     """The network of a DFlash head.
 
@@ -136,6 +153,7 @@ class DFlashNet:
         layers: of the target, whose hidden states it reads.
         ids: tokens that it can draft; None for all.
         places: how many tokens it drafts.
+        conditional: whether a row depends on the tokens that were drafted before it.
         predicts: see `Capabilities`.
 
     Raises:
@@ -146,6 +164,7 @@ class DFlashNet:
     from_anchor: ClassVar[bool] = False
     whole_windows: ClassVar[bool] = False
     fields: ClassVar[tuple[str, ...]] = ()
+    conditional: ClassVar[bool] = False
     predicts = False
 
     def __init__(self, files: HeadFiles, target: SlotBackend) -> None:
@@ -224,9 +243,9 @@ class DFlashNet:
         """Logits of `ids` after the tokens."""
         return self._head(states)
 
-    def conditioned(self, rows: Sequence[Rows], sessions: Sequence[ParallelSession]) -> list[Rows]:  # noqa: ARG002
-        """The rows of sessions, given the tokens that were drafted before them; here these change nothing."""
-        return list(rows)
+    def conditioned(self, rows: Rows, before: Sequence[Before]) -> Rows:  # noqa: ARG002
+        """Rows of all sessions, given what was drafted before each of them; here that changes nothing."""
+        return rows
 
 
 def _places(feed: Feed) -> range:
@@ -274,7 +293,21 @@ class DFlashBackend(ParallelBackend):
         return [Places(out.logits, out.hidden) for out in outputs if out.hidden is not None]
 
     def _rows(self, sessions: Sequence[ParallelSession], asked: Sequence[list[int]]) -> list[Rows]:
-        return self._net.conditioned(super()._rows(sessions, asked), sessions)
+        rows = super()._rows(sessions, asked)
+        if not self._net.conditional:
+            return rows
+        counts = [len(depths) for depths in asked]
+        before = [
+            Before(path, session.places.states)
+            for session, count in zip(sessions, counts, strict=True)
+            for path in session.paths(count)
+            if session.places is not None
+        ]
+        joined = Rows(torch.cat([row.logits for row in rows]), torch.cat([row.states for row in rows]))
+        logits, states, accepted = self._net.conditioned(joined, before)
+        parts = [torch.split(each, counts) for each in (logits, states)]
+        predictions = [None] * len(rows) if accepted is None else torch.split(accepted, counts)
+        return [Rows(*each) for each in zip(*parts, predictions, strict=True)]
 
     def _run(self, feeds: Sequence[Feed]) -> list[FeedOutput]:
         """Read the target's states of every feed's chain; rows of the drafted places of those that have a block."""

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.heads.published.dflash import DFlashBackend, DFlashNet
+from draftproof.backends.heads.published.dflash import Before, DFlashBackend, DFlashNet, last_tokens
 from draftproof.backends.heads.published.files import HeadFiles, cast
 from draftproof.backends.heads.published.layers import make_product
-from draftproof.backends.heads.published.parallel import ParallelSession, Rows
+from draftproof.backends.heads.published.parallel import Rows
 from draftproof.backends.lean.layers import Layer
 from draftproof.errors import UserError
 
@@ -36,6 +36,7 @@ class DFlash2Net(DFlashNet):
     """
 
     algorithm = "dflash2"
+    conditional = True
     whole_windows = True
     fields = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
@@ -76,17 +77,12 @@ class DFlash2Net(DFlashNet):
         mixed, weights = around.entering(layer.between(x))
         return x + around.leaving(layer.down(layer.gated(layer.gate_up(mixed))), weights)
 
-    def conditioned(self, rows: Sequence[Rows], sessions: Sequence[ParallelSession]) -> list[Rows]:
+    def conditioned(self, rows: Rows, before: Sequence[Before]) -> Rows:
         """See `DFlashNet`: the best tokens of each row, scored by the token before; all others have logits of -inf."""
-        counts = [len(row.logits) for row in rows]
-        logits, states = torch.cat([row.logits for row in rows]), torch.cat([row.states for row in rows])
-        paths = (session.paths(count) for session, count in zip(sessions, counts, strict=True))
-        last = torch.tensor([path[-1] for each in paths for path in each], dtype=torch.long, device=states.device)
-        scores, kept = logits.topk(self._kept, -1)
-        follows = embedding(last, self._before) * self._project(states)
+        scores, kept = rows.logits.topk(self._kept, -1)
+        follows = embedding(last_tokens(before, rows.states.device), self._before) * self._project(rows.states)
         scores = scores + (follows.unsqueeze(1) * embedding(kept, self._after)).sum(-1)
-        chosen = torch.full_like(logits, float("-inf")).scatter_(-1, kept, scores)
-        return [Rows(*row) for row in zip(torch.split(chosen, counts), torch.split(states, counts), strict=True)]
+        return rows._replace(logits=torch.full_like(rows.logits, float("-inf")).scatter_(-1, kept, scores))
 
 
 class _Convolution:

@@ -8,7 +8,6 @@ the same things whether the next token will be accepted, before that token is dr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -16,10 +15,10 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.heads.published.dflash import DFlashBackend, DFlashNet
+from draftproof.backends.heads.published.dflash import Before, DFlashBackend, DFlashNet, last_tokens
 from draftproof.backends.heads.published.files import HeadFiles, cast
 from draftproof.backends.heads.published.layers import make_product
-from draftproof.backends.heads.published.parallel import ParallelSession, Rows
+from draftproof.backends.heads.published.parallel import Rows
 from draftproof.backends.products.packed_linear import Product
 from draftproof.errors import UserError
 
@@ -38,6 +37,7 @@ class DSparkNet(DFlashNet):
     """
 
     algorithm = "dspark"
+    conditional = True
     from_anchor = True
     fields = (
         "markov_rank",
@@ -65,26 +65,17 @@ class DSparkNet(DFlashNet):
             self._confidence = (cast(weight, target).float(), cast(bias, target).float())
         self.predicts = self._confidence is not None
 
-    def conditioned(self, rows: Sequence[Rows], sessions: Sequence[ParallelSession]) -> list[Rows]:
+    def conditioned(self, rows: Rows, before: Sequence[Before]) -> Rows:
         """See `DFlashNet`."""
-        if self._markov is None and self._confidence is None:
-            return list(rows)
-        counts = [len(row.logits) for row in rows]
-        logits, states = (torch.cat(part) for part in list(zip(*rows, strict=True))[:2])
-        drafted = [session.paths(count) for session, count in zip(sessions, counts, strict=True)]
+        logits, states, accepted = rows
         features = states
         if self._markov is not None:
-            last = torch.tensor(
-                [path[-1] for paths in drafted for path in paths], dtype=torch.long, device=states.device
-            )
-            tokens = self._markov.embedded(last)
-            logits = logits + self._markov(states, tokens, drafted, sessions)
+            tokens = self._markov.embedded(last_tokens(before, states.device))
+            logits = logits + self._markov(states, tokens, before)
             features = torch.cat([states, tokens], -1) if self._reads_token else states
-        accepted: list[Any] = [None] * len(rows)
         if self._confidence is not None:
-            accepted = list(torch.split(linear(features.float(), *self._confidence).sigmoid().squeeze(-1), counts))
-        parts = (torch.split(logits, counts), torch.split(states, counts), accepted)
-        return [Rows(*row) for row in zip(*parts, strict=True)]
+            accepted = linear(features.float(), *self._confidence).sigmoid().squeeze(-1)
+        return Rows(logits, states, accepted)
 
 
 class MarkovHead:
@@ -151,40 +142,31 @@ class MarkovHead:
         self,
         states: Float[Tensor, "rows dim"],
         tokens: Float[Tensor, "rows rank"],
-        drafted: Sequence[Sequence[Sequence[int]]],
-        sessions: Sequence[ParallelSession],
+        before: Sequence[Before],
     ) -> Float[Tensor, "rows ids"]:
         """What is added to logits.
 
         Args:
             states: of the rows' places.
             tokens: `embedded`, the token before each row.
-            drafted: of each session, all tokens before each of its rows.
-            sessions: whose rows they are.
+            before: all tokens before each row.
         """
         if self._mixed is None:
             return self._last(tokens)
         if self._kind == _GATED:
             return self._last(self._mixed(torch.cat([states, tokens], -1)).sigmoid() * tokens)
-        made = [
-            self._recurrent(path, session.places.states)
-            for session, paths in zip(sessions, drafted, strict=True)
-            for path in paths
-            if session.places is not None
-        ]
-        return self._last(torch.stack(made))
+        return self._last(torch.stack([self._recurrent(*each) for each in before]))
 
     def _recurrent(self, path: Sequence[int], states: Float[Tensor, "places dim"]) -> Float[Tensor, " rank"]:
         """The output of the recurrent state after the tokens of a path, one at each place."""
         assert self._mixed is not None, "checked before"
         tokens = self.embedded(torch.tensor(path, device=states.device))
-        state = tokens.new_zeros(1, self.rank)
-        for place in range(len(path)):
-            given = torch.cat([state, tokens[place : place + 1], states[place : place + 1]], -1)
-            gate, new, out = self._mixed(given).chunk(3, -1)
+        state = out = tokens.new_zeros(self.rank)
+        for token, place in zip(tokens, states, strict=False):  # no more places than tokens
+            gate, new, out = self._mixed(torch.cat([state, token, place]).unsqueeze(0)).squeeze(0).chunk(3)
             gate = gate.sigmoid()
             state = gate * state + (1 - gate) * new.tanh()
-        return out[0].tanh()
+        return out.tanh()
 
 
 def dspark_backend(source: str, target: SlotBackend) -> DFlashBackend:
