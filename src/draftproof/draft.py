@@ -116,15 +116,12 @@ class DraftStep:
             ones; None unless the stopper reads them.
         logits: logits of the draft model at the same positions, before any transform; None unless the stopper reads
             them.
-        accepted: the draft model's own prediction that each token will be accepted, made before the token was drawn;
-            None where it makes none.
     """
 
     tokens: Int[Tensor, " drawn"]
     probs: Float[Tensor, "drawn vocab"] | None
     hidden: Float[Tensor, "drawn dim"] | None
     logits: Float[Tensor, "drawn width"] | None = None
-    accepted: Float[Tensor, " drawn"] | None = None
 
 
 __all__ = ["ROOT", "Draft", "DraftStep", "Origin", "TokenTree", "Verdict"]

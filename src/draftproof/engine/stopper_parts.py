@@ -145,7 +145,7 @@ STOPPERS: dict[str, StopperPart] = {
             name="predicted",
             argument="T",
             example="predicted:0.3",
-            about="until a draft head's own prediction that all is accepted is below T (DSpark)",
+            about="as long as a draft head predicts, with a probability of T or more, that all is accepted (DSpark)",
             make=_threshold(Predicted, "predicted:0.3"),
         ),
         StopperPart(

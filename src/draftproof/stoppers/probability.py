@@ -70,7 +70,7 @@ class Confidence(StopperBase):
 
 
 class Predicted(StopperBase):
-    """Stops when the draft head's own prediction that all drafted tokens are accepted is below a threshold.
+    """Stops before a token with which the draft head's own prediction that all are accepted is below a threshold.
 
     A head predicts each acceptance before the token is drawn, from the tokens before it (DSpark's confidence).
 
@@ -89,13 +89,8 @@ class Predicted(StopperBase):
         super().__init__(f"predicted:{threshold:g}", limit)
         self._threshold = threshold
 
-    def signal(self, step: DraftStep) -> Float[Tensor, " drawn"]:
-        """The predicted acceptance probability of each token."""
-        assert step.accepted is not None, "drafters of models that predict pass predictions"
-        return step.accepted
-
     def stop_after(self, signals: Sequence[float], row: int) -> bool:  # noqa: ARG002
-        """Whether the product of all predictions is below the threshold."""
+        """Whether the product of all predictions, the next token's included, is below the threshold."""
         return math.prod(signals) < self._threshold
 
 

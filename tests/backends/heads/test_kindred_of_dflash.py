@@ -158,27 +158,34 @@ def test_tokens_in_another_order_are_the_same_head(tmp_path):
 
 
 def test_drafts_end_where_the_head_predicts_a_rejection(tmp_path):
-    """The chain ends at the first token at which the product of all predictions is below the threshold."""
+    """The chain ends before the first token with which the product of all predictions is below the threshold."""
     target = tiny_llama()
     folder = published.dspark(tmp_path / "head", target)
-    lengths = {}
+    params, drafted = SamplingParams(max_tokens=40, seed=3, ignore_eos=True), []
     for threshold in (0.05, 0.3, 0.9):
         drafter = make_drafter(f"dspark:{folder}", target=target, draft=None, stopper=f"predicted:{threshold}")
-        seen, judge = [], drafter.stopper.stop_after
+        seen, propose, judge = [], drafter.propose, drafter.stopper.stop_after
         drafter.stopper.stop_after = lambda signals, row, s=seen, j=judge: s.append(list(signals)) or j(signals, row)
-        out = Engine(target, drafter).generate([[1, 0, 2, 1]], SamplingParams(max_tokens=40, seed=3, ignore_eos=True))[
-            0
-        ]
-        ended = [math.prod(signals) < threshold for signals in seen]
-        assert True in ended or threshold < 0.1
-        assert all(0 < signal < 1 for signals in seen for signal in signals)
-        lengths[threshold] = out.stats.num_draft_tokens / out.stats.num_drafts
-    assert lengths[0.05] > lengths[0.9] >= 1
+
+        def watched(requests, rng, propose=propose, seen=seen, threshold=threshold):
+            seen.clear()
+            (draft,) = propose(requests, rng)
+            assert len(draft) == sum(math.prod(signals) >= threshold for signals in seen)
+            assert all(0 < signal < 1 for signals in seen for signal in signals)
+            return [draft]
+
+        drafter.propose = watched
+        out = Engine(target, drafter).generate([[1, 0, 2, 1]], params)[0]
+        drafted.append(out.stats.num_draft_tokens)
+    assert drafted[0] > drafted[1] > drafted[2]
 
 
-@pytest.mark.parametrize(("chains", "rule"), [(1, "block"), pytest.param(2, "trie_block", marks=pytest.mark.slow)])
-def test_predictions_leave_the_output_distribution_exact(tmp_path, chains, rule):
-    """By enumeration, with a threshold that ends drafts after one and after two tokens."""
+TREES = pytest.param(2, "trie_block", {0, 1}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("chains", "rule", "depths"), [(1, "block", {0, 1, 2}), TREES])
+def test_predictions_leave_the_output_distribution_exact(tmp_path, chains, rule, depths):
+    """By enumeration, with a threshold that ends drafts before the first token, the second, and not at all."""
     target = tiny_llama()
     folder = published.dspark(tmp_path / "head", target, ids=[0, 2])
     spec = f"dspark:{folder}" + (f"x{chains}" if chains > 1 else "")
@@ -196,8 +203,27 @@ def test_predictions_leave_the_output_distribution_exact(tmp_path, chains, rule)
         drafter.propose = watched
         return drafter
 
-    assert_output_distribution(target, make, rule, length=4)
-    assert {1, 2} <= drafted
+    assert_output_distribution(target, make, rule, length=max(depths) + 2)
+    assert drafted == depths
+
+
+@pytest.mark.slow
+def test_a_draft_that_ends_before_a_token_because_of_that_token_is_detected(tmp_path):
+    """Negative control: dropping what was drawn changes the output distribution."""
+    target = tiny_llama()
+    folder = published.dspark(tmp_path / "head", target)
+
+    def dropping():
+        drafter = make_drafter(f"dspark:{folder}", target=target, draft=None, stopper="fixed:2")
+        propose = drafter.propose
+        drafter.propose = lambda requests, rng: [
+            draft.first(len(draft) - 1) if len(draft) and int(draft.tree.tokens[-1]) == 2 else draft
+            for draft in propose(requests, rng)
+        ]
+        return drafter
+
+    with pytest.raises(AssertionError):
+        assert_output_distribution(target, dropping, "block", length=4)
 
 
 @pytest.mark.slow
