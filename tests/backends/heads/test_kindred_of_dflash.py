@@ -161,7 +161,7 @@ def test_drafts_end_where_the_head_predicts_a_rejection(tmp_path):
     """The chain ends before the first token with which the product of all predictions is below the threshold."""
     target = tiny_llama()
     folder = published.dspark(tmp_path / "head", target)
-    params, drafted = SamplingParams(max_tokens=40, seed=3, ignore_eos=True), []
+    params, drafted = SamplingParams(max_tokens=20, seed=3, ignore_eos=True), []
     for threshold in (0.05, 0.3, 0.9):
         drafter = make_drafter(f"dspark:{folder}", target=target, draft=None, stopper=f"predicted:{threshold}")
         seen, propose, judge = [], drafter.propose, drafter.stopper.stop_after
