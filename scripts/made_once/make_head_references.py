@@ -20,6 +20,10 @@ from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.losses import resolve_loss_config
 from speculators.models.dflash import core as dflash_core
 from speculators.models.dflash.config import DFlashSpeculatorConfig
+from speculators.models.dflash2.config import DFlash2SpeculatorConfig
+from speculators.models.dflash2.core import DFlash2DraftModel
+from speculators.models.dspark import core as dspark_core
+from speculators.models.dspark.config import DSparkSpeculatorConfig
 from speculators.models.eagle3 import Eagle3SpeculatorConfig
 from speculators.models.eagle3.core import Eagle3DraftModel
 from speculators.models.mtp.config import MTPSpeculatorConfig
@@ -95,6 +99,49 @@ DFLASH: dict[str, dict[str, Any]] = {
         "drafted": DRAFTED,
         "layers": [2, LAYERS],
         "sliding_window_non_causal": True,
+        "sample_from_anchor": True,
+    },
+}
+KINDRED: dict[str, dict[str, Any]] = {
+    "dspark_vanilla": {
+        "layer": Qwen3Config(**SHAPE, num_hidden_layers=2),
+        "drafted": DRAFTED,
+        "layers": [1, 4, 6],
+        "markov_rank": 5,
+    },
+    "dspark_gated": {
+        "layer": Qwen3Config(**SHAPE, num_hidden_layers=2, **SLIDING),
+        "drafted": VOCAB,
+        "layers": [0, 3],
+        "markov_rank": 6,
+        "markov_head_type": "gated",
+        "confidence_head_with_markov": False,
+        "sample_from_anchor": False,
+    },
+    "dspark_rnn": {
+        "layer": Qwen3Config(**SHAPE, num_hidden_layers=1),
+        "drafted": DRAFTED,
+        "layers": [2, LAYERS],
+        "markov_rank": 5,
+        "markov_head_type": "rnn",
+    },
+    "dflash2_windows": {
+        "layer": Qwen3Config(**SHAPE, num_hidden_layers=2, **SLIDING),
+        "drafted": VOCAB,
+        "layers": [0, 3],
+        "conv_group_size": 4,
+        "selector_rank": 5,
+        "selector_top_k": 6,
+    },
+    "dflash2_anchor": {
+        "layer": Qwen3Config(**SHAPE, num_hidden_layers=2, **SLIDING),
+        "drafted": VOCAB,
+        "layers": [2, 5],
+        "conv_kernel_size": 3,
+        "conv_group_size": 8,
+        "selector_rank": 4,
+        "selector_top_k": 9,
+        "sliding_window_non_causal": False,
         "sample_from_anchor": True,
     },
 }
@@ -203,19 +250,26 @@ def eagle3(
 
 def dflash(name: str, seed: int, target: Any, states: list[Tensor], out: Path) -> None:
     """A head that drafts a block in one pass, and its logits [anchors, block, drafted] from the given anchors."""
-    options = dict(DFLASH[name])
+    options = dict(DFLASH.get(name) or KINDRED[name])
+    algorithm = name.partition("_")[0]
+    config_class, kind = {
+        "dflash": (DFlashSpeculatorConfig, dflash_core.DFlashDraftModel),
+        "dspark": (DSparkSpeculatorConfig, dspark_core.DSparkDraftModel),
+        "dflash2": (DFlash2SpeculatorConfig, DFlash2DraftModel),
+    }[algorithm]
     layer, drafted, layers = options.pop("layer"), options.pop("drafted"), options.pop("layers")
     layer._attn_implementation = "eager"  # noqa: SLF001
-    config = DFlashSpeculatorConfig(
+    first = not options.get("sample_from_anchor", algorithm == "dspark")
+    config = config_class(
         transformer_layer_config=layer,
         draft_vocab_size=drafted,
         block_size=STEPS,
         mask_token_id=39,
         aux_hidden_state_layer_ids=layers,
-        speculators_config=proposal("dflash", STEPS - (not options.get("sample_from_anchor"))),
+        speculators_config=proposal(algorithm, STEPS - first),
         **options,
     )
-    model = fill(dflash_core.DFlashDraftModel(config), seed)
+    model = fill(kind(config), seed)
     with torch.no_grad():
         model.embed_tokens.weight.copy_(target.model.embed_tokens.weight)
         if drafted == VOCAB:
@@ -235,12 +289,46 @@ def dflash(name: str, seed: int, target: Any, states: list[Tensor], out: Path) -
     dflash_core.select_anchors = watched
     given = {"hidden_states": features, "input_ids": ids, "document_ids": torch.zeros_like(ids)}
     rest = {"loss_mask": torch.ones_like(ids), "verifier_last_hidden_states": states[-1], "max_anchors": len(IDS)}
-    loss = resolve_loss_config("ce", "eager")
-    made = caught(model.lm_head, lambda: model(**given, **rest, loss_config=loss))
+    reference = {"features": features[0]}
+    if algorithm == "dflash":
+        loss = resolve_loss_config("ce", "eager")
+        logits = caught(model.lm_head, lambda: model(**given, **rest, loss_config=loss))[0]
+    elif algorithm == "dspark":
+        logits, accepted = dspark_rows(model, {**given, **rest})
+        reference["accepted"] = accepted[0].sigmoid().unflatten(0, (-1, STEPS))
+    else:
+        logits = dflash2_rows(model, {**given, **rest})
     dflash_core.select_anchors = select
-    logits = made[0][0].unflatten(0, (-1, STEPS))
-    reference = {"logits": logits, "features": features[0], "anchor": chosen["anchor"]}
+    reference |= {"logits": logits[0].unflatten(0, (-1, STEPS)), "anchor": chosen["anchor"]}
     save_file({key: value.contiguous() for key, value in reference.items()}, out / name / "reference.safetensors")
+
+
+def dspark_rows(model: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The corrected logits and the confidence that the package hands to its loss."""
+    found: list[Tensor] = []
+
+    def watched(
+        logits: Tensor, _targets: Tensor, confidence: Tensor, *_rest: Any, **_more: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
+        found.extend((logits.detach(), confidence.detach()))
+        return torch.zeros(()), {}
+
+    measure = dspark_core.compute_metrics
+    dspark_core.compute_metrics = watched
+    with torch.no_grad():
+        model(**given)
+    dspark_core.compute_metrics = measure
+    return found[0], found[1]
+
+
+def dflash2_rows(model: Any, given: dict[str, Any]) -> Tensor:
+    """Scores of the tokens that the package's selector keeps at each place, after the known token; -inf elsewhere."""
+    with torch.no_grad():
+        places = {**given, "position_ids": None}
+        hidden, logits, _, _, blocks = model._backbone_forward(**places)  # noqa: SLF001
+        before = model._predecessor_ids(given["input_ids"], blocks).reshape(1, -1)  # noqa: SLF001
+        kept, scores = model.candidate_selector.select(logits, hidden, before)
+    return torch.full_like(logits, float("-inf")).scatter(-1, kept, scores)
 
 
 def mtp(name: str, seed: int, last: Tensor, out: Path) -> None:
@@ -279,6 +367,8 @@ def main() -> None:
     eagle3("peagle", 20, states, out, peagle.PEagleDraftModel, PEagleSpeculatorConfig, like=like, mask_token_id=39)
     mtp("mtp", 30, last, out)
     for seed, name in enumerate(DFLASH, 40):
+        dflash(name, seed, target, states, out)
+    for seed, name in enumerate(KINDRED, 50):
         dflash(name, seed, target, states, out)
     for copied in out.rglob("config.py"):  # the package puts its own source beside each config
         copied.unlink()

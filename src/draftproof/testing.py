@@ -216,6 +216,7 @@ class TableModel:
         rows: explicit rows by context (the last `order` tokens); all other rows are random.
         max_positions: longest sequence in tokens, None for no limit.
         hidden: width of its random hidden states, 0 for none; they depend on the same tokens as the rows.
+        predicts: whether it predicts acceptance: at random, from the same tokens.
     """
 
     def __init__(
@@ -229,12 +230,13 @@ class TableModel:
         rows: Mapping[tuple[int, ...], Sequence[float]] | None = None,
         max_positions: int | None = None,
         hidden: int = 0,
+        predicts: bool = False,
     ) -> None:
         self.name = f"table:{seed}"
         self.vocab_size = vocab
         self.max_positions = max_positions
         self.device = torch.device("cpu")
-        self.capabilities, self.rounding = Capabilities(trees=True, hidden=hidden), ""
+        self.capabilities, self.rounding = Capabilities(trees=True, hidden=hidden, predicts=predicts), ""
         self._seed, self._order, self._zeros, self._sharpness = seed, order, zeros, sharpness
         given = (rows or {}).items()
         self._rows = {context: torch.tensor(row, dtype=torch.float64).log() for context, row in given}
@@ -271,6 +273,11 @@ class TableModel:
         source = torch.Generator().manual_seed(fold(self._seed, 1, *self._key(context)) >> 1)
         return torch.randn(self.capabilities.hidden, generator=source)
 
+    def prediction(self, context: Sequence[int]) -> Float[Tensor, ""]:
+        """The predicted probability that the token after a context is accepted: uniform in [0, 1]."""
+        source = torch.Generator().manual_seed(fold(self._seed, 2, *self._key(context)) >> 1)
+        return torch.rand((), generator=source)
+
     def _read(self, feed: Feed, *, hidden: bool) -> FeedOutput:
         session, chain = feed.session, torch.as_tensor(feed.tokens, dtype=torch.int64).reshape(-1)
         known = len(session.tail)
@@ -280,7 +287,9 @@ class TableModel:
         paths = [self._path(session.tail, node) for node in range(known, len(tail))]
         contexts.extend([*stem, *(tail[place] for place in path)] for path in paths)
         states = torch.stack([self.state(context) for context in contexts]) if hidden else None
-        return FeedOutput(torch.stack([self.logits(context) for context in contexts]), states)
+        predicts = self.capabilities.predicts
+        accepted = torch.stack([self.prediction(context) for context in contexts]) if predicts else None
+        return FeedOutput(torch.stack([self.logits(context) for context in contexts]), states, accepted=accepted)
 
     @staticmethod
     def _path(parents: Sequence[int], node: int) -> list[int]:

@@ -1,13 +1,43 @@
 """Random heads in published layouts, written to directories, and the same computed plainly for tests."""
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from draftproof.backends.hf.backend import HFBackend
+
 DATA = Path(__file__).parent / "data" / "speculators"
+PROVENANCE = json.loads((DATA / "provenance.json").read_text())
+IDS, STEPS = PROVENANCE["tokens"], PROVENANCE["steps"]
+
+
+def tiny_target(make=HFBackend):
+    """The target of the reference heads."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(DATA / "target", dtype=torch.float32)
+    return make(model, name="tiny-target")
+
+
+def reference(name):
+    """What the package computes with a head."""
+    return load_file(DATA / name / "reference.safetensors")
+
+
+def changed(folder, head="eagle3_llama", **fields):
+    """A copy of a reference head with other fields in its config."""
+    shutil.copytree(DATA / head, folder)
+    config = json.loads((folder / "config.json").read_text())
+    for name, value in fields.items():
+        place = config
+        *path, last = name.split("__")
+        for part in path:
+            place = place[part]
+        place[last] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def source(seed):
@@ -152,6 +182,52 @@ def dflash(folder, target, *, ids=None, layers=(0, 1, 2), seed=9, original=False
     return write(folder, {**config, "speculators_config": verified("dflash", target.name)}, tensors)
 
 
+def kindred(folder, target, algorithm, fields, shapes, *, seed, original=False, **more):
+    """A random DFlash head as a head of another algorithm, with further fields and weights."""
+    dflash(folder, target, seed=seed, original=original, **more)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = {**load_file(folder / "model.safetensors"), **weights(shapes, seed + 1)}
+    if original:
+        return write(folder, config | fields, tensors)
+    told = {"speculators_model_type": algorithm, "speculators_config": verified(algorithm, target.name)}
+    return write(folder, config | told | fields, tensors)
+
+
+def dspark(folder, target, *, ids=None, kind="vanilla", rank=3, confidence=True, original=False, seed=10, **more):
+    """A random DSpark head for a target, in `speculators`' layout or DeepSpec's."""
+    size, vocab = target.capabilities.hidden, target.vocab_size
+    drafted = vocab if ids is None else len(ids)
+    shapes = {"markov_head.markov_w1.weight": (vocab, rank), "markov_head.markov_w2.weight": (drafted, rank)}
+    if kind != "vanilla":
+        name, outs, ins = {"gated": ("gate", rank, rank), "rnn": ("joint", 3 * rank, 2 * rank)}[kind]
+        shapes[f"markov_head.{name}_proj.weight"] = (outs, size + ins)
+        shapes[f"markov_head.{name}_proj.bias"] = (outs,)
+    if confidence:
+        shapes |= {"confidence_head.proj.weight": (1, size + rank), "confidence_head.proj.bias": (1,)}
+    fields = {"markov_rank": rank, "markov_head_type": kind, "enable_confidence_head": confidence}
+    fields |= {"architectures": ["Qwen3DSparkModel"]} if original else {"sample_from_anchor": True}
+    more = {"ids": ids, "seed": seed, "original": original, "block": 4, **more}
+    return kindred(folder, target, "dspark", fields, shapes, **more)
+
+
+def dflash2(folder, target, *, ids=None, rank=3, kept=2, group=None, taps=2, original=False, seed=11, **more):
+    """A random DFlash 2 head for a target, in `speculators`' layout or its authors'; it drafts all tokens."""
+    size, vocab = target.capabilities.hidden, target.vocab_size
+    group = group or size // 2
+    shapes = {f"candidate_selector.{name}_codebook": (vocab, rank) for name in ("predecessor", "successor")}
+    shapes["candidate_selector.hidden_projection.weight"] = (rank, size)
+    for at in (f"layers.{number}.{part}_conv." for number in range(2) for part in ("attention", "mlp")):
+        shapes[f"{at}base_kernel"] = (2, taps, size)
+        shapes[f"{at}kernel_projection.weight"] = (2 * taps * size // group, size)
+    fields = {"conv_kernel_size": taps, "conv_group_size": group, "selector_rank": rank, "selector_top_k": kept}
+    if original:
+        return kindred(
+            folder, target, "dflash2", {"architectures": ["DFlash2DraftModel"]}, shapes, seed=seed, original=True,
+            **fields, **more
+        )  # fmt: skip
+    return kindred(folder, target, "dflash2", fields, shapes, seed=seed, **more)
+
+
 def eagle(folder, target, *, seed=7, depth=1, bias=True, **_):
     """A random EAGLE head for a target, in SafeAILab's layout."""
     size, vocab = target.capabilities.hidden, target.vocab_size
@@ -182,7 +258,15 @@ def medusa(folder, target, *, heads=4, depth=1, seed=8, prefix="", **_):
     return write(folder, config, weights(shapes, seed))
 
 
-WRITERS = {"eagle3": eagle3, "peagle": peagle, "dflash": dflash, "eagle": eagle, "medusa": medusa}
+WRITERS = {
+    "eagle3": eagle3,
+    "peagle": peagle,
+    "dflash": dflash,
+    "dspark": dspark,
+    "dflash2": dflash2,
+    "eagle": eagle,
+    "medusa": medusa,
+}
 
 
 # --- the same in plain torch, over a whole sequence at a time ---------------------------------------------------------

@@ -29,7 +29,7 @@ from draftproof.stoppers.auto import Auto
 from draftproof.stoppers.base import Stopper
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.stoppers.history import Oracle, Schedule
-from draftproof.stoppers.probability import Confidence, Entropy
+from draftproof.stoppers.probability import Confidence, Entropy, Predicted
 from draftproof.stoppers.trained import Acceptance, Approximate, Ratio
 from draftproof.testing import TableModel, engine_distribution, target_distribution, total_variation
 from draftproof.theory.cost import RoundCosts
@@ -98,6 +98,7 @@ STOPPERS: dict[str, Toy] = {
     "oracle": Toy(lambda: Oracle({0: (True, False, True, True, True)}, 2), tokens=5),
     "confidence": Toy(lambda: Confidence(0.65, 3), tokens=4, slow=True),
     "entropy": Toy(lambda: Entropy(0.66, 3), tokens=4, slow=True),
+    "predicted": Toy(lambda: Predicted(0.4, 3), tokens=4, slow=True),
     "acceptance": Toy(lambda: Acceptance(_head("acceptance"), 0.72, 3), tokens=4, slow=True),
     "ratio": Toy(lambda: Ratio(_head("log_ratio"), 0.6, 3), tokens=4, slow=True),
     "approximate": Toy(lambda: Approximate(_head("verifier"), 0.6, 3), tokens=4, slow=True),
@@ -168,7 +169,7 @@ def toy_engine(
     Raises:
         UserError: they do not compose.
     """
-    small = draft or TableModel(VOCAB, 0, order=1, rows=DRAFT, hidden=WIDTH)
+    small = draft or TableModel(VOCAB, 0, order=1, rows=DRAFT, hidden=WIDTH, predicts=True)
     ends: Stopper = STOPPERS[stopper].make() if stopper else FixedLength(2)
     made: Drafter = DRAFTERS[drafter].make(DraftModel(small, vocab_size=VOCAB), ends)
     return Engine(target or toy_target(), made, make_verifier(rule), round_rng=round_rng)

@@ -31,6 +31,7 @@ class Capabilities:
         ragged: whether rows that begin or end at different positions may share a forward pass.
         rollback: whether drafted tokens can be read and taken back; without it there is plain decoding only.
         portions: whether a prompt takes no longer in portions than at once.
+        predicts: whether it predicts, before a token is drawn, if that token will be accepted.
     """
 
     trees: bool = True
@@ -38,6 +39,7 @@ class Capabilities:
     ragged: bool = True
     rollback: bool = True
     portions: bool = True
+    predicts: bool = False
 
 
 class Session:
@@ -283,11 +285,13 @@ class FeedOutput:
         hidden: last hidden states of the same positions, where requested.
         ids: the token of each column of the logits, ascending, for a model over a part of the vocabulary; other tokens
             have probability 0. None: column i is token i.
+        accepted: for a model that `predicts`, the probability with which the next token is accepted, whichever it is.
     """
 
     logits: Float[Tensor, "rows width"]
     hidden: Float[Tensor, "rows dim"] | None = None
     ids: Int[Tensor, " width"] | None = None
+    accepted: Float[Tensor, " rows"] | None = None
 
 
 @runtime_checkable

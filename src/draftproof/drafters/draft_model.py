@@ -245,11 +245,16 @@ class ModelBacked:
 
 
 def refuse_misfit(stopper: Stopper, backend: Backend) -> None:
-    """Refuse a stopper that reads hidden states of another width than the model's.
+    """Refuse a stopper that reads predictions that the model does not make, or hidden states of another width.
 
     Raises:
         UserError: naming the stopper, the model it was trained on, this model, and both widths.
     """
+    if stopper.reads_predictions and not backend.capabilities.predicts:
+        raise UserError(
+            f"stopper {stopper.name} reads a draft head's own prediction of acceptance, and {backend.name} makes none: "
+            "take a dspark head that has one, or another stopper"
+        )
     needed, width = stopper.hidden_size, backend.capabilities.hidden
     if not needed or needed == width:
         return
@@ -287,6 +292,6 @@ def fit_width(
     return pad(logits, (0, width - logits.shape[-1]), value=float("-inf"))
 
 
-def stack_rows(rows: list[Float[Tensor, " _"]]) -> Float[Tensor, "rows _"] | None:
+def stack_rows(rows: list[Tensor]) -> Tensor | None:
     """The rows as one tensor; None without rows."""
     return torch.stack(rows) if rows else None

@@ -79,7 +79,9 @@ class ModelDrafter(ModelBacked):
         step = 0
         while active:
             outputs = self.model.backend.forward(feeds, hidden=self.stopper.hidden_size > 0)
-            signal = self._extend(active, outputs, rng, step)
+            if self.stopper.reads_predictions:
+                active, outputs = self._promising(active, outputs)
+            signal = self._extend(active, outputs, rng, step) if active else None
             step += 1
             if signal is not None:
                 queued.append((active, signal))
@@ -93,6 +95,18 @@ class ModelDrafter(ModelBacked):
 
     def _open(self, row: int, request: DraftRequest) -> _Chain:
         return _Chain(row, request, self.model.depth(request, self.stopper.length(request.id)))
+
+    def _promising(self, active: list[_Chain], outputs: Sequence[FeedOutput]) -> tuple[list[_Chain], list[FeedOutput]]:
+        """End chains by the predictions for their next tokens, of which none is drawn yet; return the others."""
+        going = []
+        for chain, output in zip(active, outputs, strict=True):
+            assert output.accepted is not None, "the model predicts"
+            chain.signals.append(float(output.accepted[-1]))
+            if self.stopper.stop_after(chain.signals, chain.request.id):
+                chain.size = len(chain.tokens)
+            else:
+                going.append((chain, output))
+        return [chain for chain, _ in going], [output for _, output in going]
 
     def _extend(
         self, active: list[_Chain], outputs: Sequence[FeedOutput], rng: RoundRng, step: int

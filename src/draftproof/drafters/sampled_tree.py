@@ -158,6 +158,12 @@ class SampledTreeDrafter(ModelBacked):
         """Draw a level of every active tree, and ask the stopper about the new nodes."""
         for tree, output in zip(active, outputs, strict=True):
             self._take(tree, output)
+            if self.stopper.reads_predictions:
+                self._prune(tree, output)
+        going = [(tree, output) for tree, output in zip(active, outputs, strict=True) if tree.frontier]
+        if not going:
+            return
+        active, outputs = [tree for tree, _ in going], [output for _, output in going]
         plans = [self._counts(tree, depth) for tree in active]
         drawn = self._draw(active, plans, rng, depth)
         for tree, plan, tokens in zip(active, plans, drawn, strict=True):
@@ -174,6 +180,16 @@ class SampledTreeDrafter(ModelBacked):
         paths = [tree.path(node) for node in nodes] if self.model.path_dependent(tree.request) else [()] * len(nodes)
         rows = self.model.rows(tree.request, output.logits, paths, output.ids)
         tree.rows = dict(zip(nodes, rows, strict=True))
+
+    def _prune(self, tree: _DraftTree, output: FeedOutput) -> None:
+        """Remove nodes from the frontier by the predictions for the tokens below them, of which none is drawn yet."""
+        assert output.accepted is not None, "the model predicts"
+        for node, value in zip(tree.rows, output.accepted.tolist(), strict=True):
+            if node in tree.frontier:
+                above = () if node == ROOT else tree.signals[tree.parents[node]]
+                tree.signals[node] = (*above, value)
+                if self.stopper.stop_after(tree.signals[node], tree.request.id):
+                    del tree.frontier[node]
 
     def _judge(self, active: Sequence[_DraftTree], outputs: Sequence[FeedOutput]) -> None:
         """Remove the new nodes where the stopper stops from the frontiers of their trees."""

@@ -97,17 +97,19 @@ class Engine(DecodingLoop):
 
         Args:
             target: a registered name ("embedded:target", "smollm2-135m"), hub id, directory or .gguf file.
-            draft: the draft model, named likewise; with another tokenizer it drafts the tokens that both have.
+            draft: the draft model, named likewise; with another tokenizer it drafts the tokens that both have. Or a
+                published draft head.
             options: how the engine is made.
             **changes: fields of `EngineOptions`, over those of `options`: `Engine.load(name, drafter="ngram:8")`.
 
         Raises:
             UserError: a name that is none, a model that cannot be had, parts that do not fit together.
         """
-        made = (options or EngineOptions()).changed(**({} if draft is None else {"draft": draft}), **changes)
+        named = (options or EngineOptions()).changed(**({} if draft is None else {"draft": draft}), **changes)
+        made = named.of_head()
         made.refuse_draft_dtype_alone()
         source = load(target, made.of_target())
-        small_name = find_draft(source) if made.find_draft and made.draft is None else made.draft
+        small_name = find_draft(source) if named.find_draft and named.draft is None else made.draft
         other = None if small_name is None else load(small_name, made.of_draft(), drafts_for=source)
         small = None if other is None or made.drafter == "none" else other.draft
         return cls.assemble(source.backend, small, source.tokenizer, options=made)

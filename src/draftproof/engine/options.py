@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+from draftproof.backends.heads.published.files import head_algorithm
 from draftproof.backends.loading.options import ACTIVATIONS, WEIGHTS, LoadOptions
 from draftproof.backends.loading.options import draft_dtype as read_draft_dtype
 from draftproof.engine.memory import read_bytes
@@ -24,7 +25,7 @@ class EngineOptions:
 
     Attributes:
         draft: the draft model: registered name, hub id, directory or .gguf file; with another tokenizer it
-            drafts the tokens that both have.
+            drafts the tokens that both have. Or a published draft head: hub id or directory.
         find_draft: without a draft model, take the one on this disk that gains most by the bytes that it reads and has
             the target's vocabulary (`draftproof models match`).
         drafter: where drafts come from, a name of DRAFTERS with its argument. Default "auto": in every round what pays
@@ -131,6 +132,21 @@ class EngineOptions:
     def draft_bits(self) -> int | None:
         """To how many bits the weights of the draft are quantized; None leaves them."""
         return read_draft_dtype(self.draft_dtype, self.dtype)[1]
+
+    def of_head(self) -> EngineOptions:
+        """The same, with the drafter that reads it where `draft` names a published head.
+
+        Raises:
+            UserError: another drafter is named too, or none reads it.
+        """
+        algorithm = None if self.draft is None else head_algorithm(self.draft)
+        if algorithm is None:
+            return self
+        if self.drafter is not None:
+            raise UserError(
+                f"draft names a head of algorithm {algorithm}, and drafter is {self.drafter!r}: leave one of them out"
+            )
+        return replace(self, draft=None, drafter=f"{algorithm}:{self.draft}")
 
     def refuse_draft_dtype_alone(self) -> None:
         """Refuse a number format for a draft model that is not there.

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.published.assistant import AssistantBackend
 from draftproof.backends.heads.published.dflash import DFlashBackend
+from draftproof.backends.heads.published.dflash2 import dflash2_backend
+from draftproof.backends.heads.published.dspark import dspark_backend
 from draftproof.backends.heads.published.eagle import eagle_backend
 from draftproof.backends.heads.published.eagle3 import eagle3_backend
 from draftproof.backends.heads.published.medusa import MedusaBackend
@@ -77,6 +80,11 @@ PUBLISHED = (
     _part("medusa", "one chain from published Medusa heads, all tokens in one pass", MedusaBackend),
     _part("peagle", "one chain from a published P-EAGLE head, all tokens in one pass", PEagleBackend),
     _part("dflash", "one chain from a published DFlash head, all tokens in one pass", DFlashBackend),
+    _part(
+        "dspark", "one chain from a published DSpark head, in one pass and a small correction a token", dspark_backend
+    ),
+    _part("dflash2", "one chain from a published DFlash 2 head, in one pass and a selection a token", dflash2_backend),
+    _part("assistant", "one chain from a Gemma 4 assistant, over the target's keys and values", AssistantBackend),
     DrafterPart(
         name="mtp",
         argument="HEAD",

@@ -14,7 +14,7 @@ from draftproof.stoppers.auto import Auto
 from draftproof.stoppers.base import Stopper
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.stoppers.history import Schedule
-from draftproof.stoppers.probability import Confidence, Entropy
+from draftproof.stoppers.probability import Confidence, Entropy, Predicted
 from draftproof.stoppers.trained import Acceptance, Approximate, Ratio
 from draftproof.theory.cost import RoundCosts
 from draftproof.verifiers.base import Verifier
@@ -140,6 +140,13 @@ STOPPERS: dict[str, StopperPart] = {
             example="entropy:0.4",
             about="until the entropy's bound on acceptance is below a threshold that starts at T (AdaEDL)",
             make=_threshold(Entropy, "entropy:0.4"),
+        ),
+        StopperPart(
+            name="predicted",
+            argument="T",
+            example="predicted:0.3",
+            about="as long as a draft head predicts, with a probability of T or more, that all is accepted (DSpark)",
+            make=_threshold(Predicted, "predicted:0.3"),
         ),
         StopperPart(
             name="acceptance",

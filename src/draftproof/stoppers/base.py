@@ -7,6 +7,9 @@ its newest token would change the output distribution.
 A stopper works in two steps. `signal` computes one number for each drawn token on the model's device. `stop_after`
 decides on the host, from the numbers of a path. So a drafter may ask after every token, or it may draw several tokens
 first and then cut the chain at the first token that ends it: the verified draft is the same.
+
+A stopper that `reads_predictions` is asked before a token is drawn, with a prediction of its acceptance. It knows
+nothing of that token, so the chain may end before it.
 """
 
 from __future__ import annotations
@@ -95,6 +98,11 @@ class Stopper(Protocol):
         ...
 
     @property
+    def reads_predictions(self) -> bool:
+        """Whether its signals are the draft model's predictions of acceptance, so that it is asked before a draw."""
+        ...
+
+    @property
     def timed(self) -> bool:
         """Whether its decisions depend on the time of earlier rounds."""
         ...
@@ -116,7 +124,10 @@ class Stopper(Protocol):
         ...
 
     def stop_after(self, signals: Sequence[float], row: int) -> bool:
-        """Whether the chain ends with its newest token, given the signals of all its tokens so far."""
+        """Whether the chain ends with its newest token, given the signals of all its tokens so far.
+
+        Where it `reads_predictions`, the last signal is that of the next token, which is not drawn yet.
+        """
         ...
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
@@ -143,6 +154,7 @@ class StopperBase:
     constant = False
     hidden_size = 0
     reads_logits = False
+    reads_predictions = False
     timed = False
 
     def __init__(self, name: str, limit: int) -> None:

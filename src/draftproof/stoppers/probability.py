@@ -1,11 +1,12 @@
-"""Stoppers that look at the draft model's own distribution: `confidence` at its largest probability, `entropy`.
+"""Stoppers that look at what the draft model says: `confidence`, its largest probability, `entropy` and `predicted`.
 
-Both use the distribution at temperature 1 and before any transform. At temperature 0 q is a point mass, which has
-probability 1 and entropy 0 at every token.
+The first two use the distribution at temperature 1 and before any transform. At temperature 0 q is a point mass, which
+has probability 1 and entropy 0 at every token. The last one uses a draft head's own predictions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -66,6 +67,31 @@ class Confidence(StopperBase):
     def stop_after(self, signals: Sequence[float], row: int) -> bool:  # noqa: ARG002
         """Whether the largest probability of the newest row is below the threshold."""
         return signals[-1] < self._threshold
+
+
+class Predicted(StopperBase):
+    """Stops before a token with which the draft head's own prediction that all are accepted is below a threshold.
+
+    A head predicts each acceptance before the token is drawn, from the tokens before it (DSpark's confidence).
+
+    Args:
+        threshold: the threshold, between 0 and 1.
+        limit: length of the longest chain.
+
+    Raises:
+        UserError: the threshold is out of range.
+    """
+
+    reads_predictions = True
+
+    def __init__(self, threshold: float = 0.3, limit: int = DEFAULT_LIMIT) -> None:
+        check_threshold("predicted", threshold)
+        super().__init__(f"predicted:{threshold:g}", limit)
+        self._threshold = threshold
+
+    def stop_after(self, signals: Sequence[float], row: int) -> bool:  # noqa: ARG002
+        """Whether the product of all predictions, the next token's included, is below the threshold."""
+        return math.prod(signals) < self._threshold
 
 
 class Entropy(StopperBase):

@@ -9,7 +9,6 @@ import subprocess
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed, unread
@@ -24,23 +23,13 @@ from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.tree import TokenTree
 from support import published
 from support.helpers import CONFIGS, assert_output_distribution, embedded_model, random_model, tiny_llama, tokenizer
-from support.published import DATA, WRITERS
+from support.published import DATA, IDS, STEPS, WRITERS, changed, reference, tiny_target
 
-PROVENANCE = json.loads((DATA / "provenance.json").read_text())
 PACKAGE = os.environ.get("DRAFTPROOF_SPECULATORS")  # a Python that has the package
-IDS, STEPS = PROVENANCE["tokens"], PROVENANCE["steps"]
 EAGLE3 = ["eagle3_llama", "eagle3_residual", "eagle3_qwen3", "eagle3_sliding"]
 DFLASH = ["dflash_full", "dflash_sliding", "dflash_anchor"]
+KINDRED = ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dflash2_windows", "dflash2_anchor"]
 PROMPTS = ["Once upon a time", "The little dog", "One day, Tim and his mom went to the"]
-
-
-def tiny_target(make=HFBackend):
-    """The target of the reference heads."""
-    return make(AutoModelForCausalLM.from_pretrained(DATA / "target", dtype=torch.float32), name="tiny-target")
-
-
-def reference(name):
-    return load_file(DATA / name / "reference.safetensors")
 
 
 def drafted_rows(target, head, place, steps):
@@ -85,7 +74,7 @@ def test_the_references_are_what_the_package_computes_now(tmp_path):
     script = DATA.parents[2] / "scripts" / "made_once" / "make_head_references.py"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     subprocess.run([PACKAGE, script, tmp_path], check=True, timeout=300, capture_output=True, env=environment)
-    for name in [*EAGLE3, *DFLASH, "mtp"]:
+    for name in [*EAGLE3, *DFLASH, *KINDRED, "mtp"]:
         made, kept = load_file(tmp_path / name / "reference.safetensors"), reference(name)
         assert made.keys() == kept.keys()
         assert all(torch.allclose(made[key].float(), kept[key].float(), atol=1e-4) for key in kept), name
@@ -260,7 +249,7 @@ def test_both_layouts_of_dflash_are_one_head(tmp_path, fields, theirs):
         ({"mask_token_id": 40}, "has mask_token_id 40: expected 0 to 39, a token of tiny-target"),
         ({"aux_hidden_state_layer_ids": [0, 9]}, "has 7 layers: legal are different numbers from 0 to 7"),
         ({"aux_hidden_state_layer_ids": [0]}, r"fc.weight has shape \[16, 32\]"),
-        ({"speculators_model_type": "dflash2"}, "'dflash2', which is not read here"),
+        ({"speculators_model_type": "dflash2"}, "of algorithm dflash2: legal is drafter dflash2:"),
         ({"transformer_layer_config__num_hidden_layers": 1}, "layer_types|does not name here"),
     ],
 )
@@ -315,7 +304,8 @@ def test_medusa_rows_are_those_of_the_paper(tmp_path, depth, prefix):
 
 def test_one_pass_drafts_all_tokens(tmp_path, monkeypatch):
     """Heads of one pass compute once a round, whatever the length; a longer draft than they have places is cut."""
-    for name, kind in (("medusa", MedusaBackend), ("peagle", PEagleBackend), ("dflash", DFlashBackend)):
+    kinds = {"medusa": MedusaBackend, "peagle": PEagleBackend, "dflash": DFlashBackend, "dspark": DFlashBackend}
+    for name, kind in kinds.items():
         target = story_target()
         folder = WRITERS[name](tmp_path / name, target)
         calls = []
@@ -348,6 +338,8 @@ def story_target(make=HFBackend):
         ("medusa", HFBackend, 3),
         ("peagle", LeanBackend, 1),
         ("dflash", LeanBackend, 2),
+        ("dspark", HFBackend, 3),
+        ("dflash2", LeanBackend, 1),
         *(pytest.param(name, LeanBackend, 2, marks=pytest.mark.slow) for name in WRITERS),
     ],
 )
@@ -442,20 +434,6 @@ def test_rows_of_another_map_are_detected(tmp_path, monkeypatch):
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def changed(folder, head="eagle3_llama", **fields):
-    """A copy of a reference head with other fields in its config."""
-    shutil.copytree(DATA / head, folder)
-    config = json.loads((folder / "config.json").read_text())
-    for name, value in fields.items():
-        place = config
-        *path, last = name.split("__")
-        for part in path:
-            place = place[part]
-        place[last] = value
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -466,7 +444,7 @@ def changed(folder, head="eagle3_llama", **fields):
         ({"eagle_aux_hidden_state_layer_ids": [1, 4, 9]}, "has 7 layers: legal are different numbers from 0 to 7"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 4]}, r"fc.weight has shape \[16, 48\]"),
         ({"draft_vocab_size": 20}, r"d2t has shape \[24\]"),
-        ({"speculators_model_type": "dspark"}, "'dspark', which is not read here: legal are eagle3, peagle"),
+        ({"speculators_model_type": "xpress"}, "'xpress', which is not read here: legal are eagle3, peagle"),
         ({"speculators_model_type": "peagle"}, "of algorithm peagle: legal is drafter peagle:"),
         ({"transformer_layer_config__hidden_act": "gelu"}, "activation 'gelu'"),
         ({"transformer_layer_config__model_type": "gemma2"}, "layers of type 'gemma2': legal are llama and qwen3"),

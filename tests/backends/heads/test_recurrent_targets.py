@@ -150,7 +150,10 @@ def test_a_session_that_a_later_request_takes_over_has_states_of_its_own_tokens_
     found.close()
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash", "eagle", "medusa"])
+ALIKE = pytest.param("dflash2", marks=pytest.mark.slow)  # dspark shows the same
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash", "dspark", ALIKE, "eagle", "medusa"])
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
 def test_greedy_output_equals_transformers_token_for_token(name, algorithm, tmp_path):
     target = SnapshotBackend(model(name), name=name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -59,7 +59,21 @@ def embedding_of(files: HeadFiles, shape: LayerShape, target: SlotBackend) -> Ca
     return target.embed
 
 
-def output_of(files: HeadFiles, shape: LayerShape, target: SlotBackend) -> tuple[Int[Tensor, " ids"] | None, Product]:
+class Output(NamedTuple):
+    """Which tokens a head drafts, and with which output layer.
+
+    Attributes:
+        ids: the tokens, ascending; None for all.
+        order: of the rows in the files, for that; None where it is theirs.
+        product: the output layer.
+    """
+
+    ids: Int[Tensor, " ids"] | None
+    order: Int[Tensor, " ids"] | None
+    product: Product
+
+
+def output_of(files: HeadFiles, shape: LayerShape, target: SlotBackend) -> Output:
     """The tokens that a head drafts, and its output layer or rows of the target's."""
     size, vocab = int(files.config.get("draft_vocab_size") or target.vocab_size), target.vocab_size
     ids, order = drafted_ids(files, size, vocab, target.device)
@@ -67,6 +81,7 @@ def output_of(files: HeadFiles, shape: LayerShape, target: SlotBackend) -> tuple
     if own is None:
         if shape.size != target.capabilities.hidden:
             raise UserError(f"the head {files.source!r} has no lm_head.weight, and the target's has another width")
-        return ids, Product(target.output_rows(torch.arange(vocab, device=target.device) if ids is None else ids))
+        rows = target.output_rows(torch.arange(vocab, device=target.device) if ids is None else ids)
+        return Output(ids, order, Product(rows))
     weight = cast(own, target)
-    return ids, Product(weight if order is None else weight[order])
+    return Output(ids, order, Product(weight if order is None else weight[order]))

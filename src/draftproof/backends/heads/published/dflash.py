@@ -7,9 +7,9 @@ layers of the target fused by one product; within the block every place sees eve
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -31,7 +31,7 @@ from draftproof.backends.heads.published.files import (
     refuse_other_target,
 )
 from draftproof.backends.heads.published.layers import LayerShape, Passes, make_layers, make_norm
-from draftproof.backends.heads.published.parallel import ParallelBackend, ParallelSession, Places
+from draftproof.backends.heads.published.parallel import ParallelBackend, ParallelSession, Places, Rows
 from draftproof.backends.lean.layers import Layer
 from draftproof.backends.products.packed_linear import Product
 from draftproof.errors import UserError
@@ -39,6 +39,14 @@ from draftproof.tree import TokenTree
 
 _LONGEST = 64  # places of a block
 _ORIGINAL = ("mask_token_id", "target_layer_ids", "block_size", "causal", "use_swa", "swa_window_size")
+_UNREAD = (  # fields of the authors' layouts, beside those that are nested, which change what is computed
+    "final_logit_softcapping",
+    "output_multiplier",
+    "input_embedding_scale",
+    "logit_scale",
+    "dspark_draft_topk",
+    "dspark_bonus_anchor",
+)
 
 
 class Sight(NamedTuple):
@@ -71,48 +79,63 @@ class _Block(NamedTuple):
     sights: tuple[Sight, ...]
 
     @classmethod
-    def of(cls, files: HeadFiles, shape: LayerShape, target: SlotBackend) -> _Block:
+    def of(cls, files: HeadFiles, shape: LayerShape, target: SlotBackend, net: type[DFlashNet]) -> _Block:
         """Read either layout.
 
         Raises:
             UserError: a size or a mask token that is out of range, or fields that are not read here.
         """
-        config = files.config
-        original = None if ALGORITHM in config else _original(files)
-        if original is None:
-            layers, mask, size = (
-                config.get(key) for key in ("aux_hidden_state_layer_ids", "mask_token_id", "block_size")
-            )
-            windows, first = shape.windows, 0 if config.get("sample_from_anchor") else 1
-            causal = [window is not None and not config.get("sliding_window_non_causal") for window in windows]
+        config, windows = files.config, shape.windows
+        size, mask = (files.field(key) for key in ("block_size", "mask_token_id"))
+        if ALGORITHM in config:
+            layers = config.get("aux_hidden_state_layer_ids")
+            first = 0 if config.get("sample_from_anchor", net.from_anchor) else 1
+            apart = not config.get("sliding_window_non_causal", net.whole_windows)
+            causal = [window is not None and apart for window in windows]
         else:
-            layers, mask = original.get("target_layer_ids"), original.get("mask_token_id")
+            _refuse_strange(files, net.fields)
+            layers, first = files.field("target_layer_ids"), 0 if net.from_anchor else 1
             layers = [each + 1 for each in layers] if isinstance(layers, list) else layers  # it counts from 0 after one
-            size, first = config.get("block_size") or original.get("block_size"), 1
-            windows = shape.windows
-            if original.get("use_swa") and not any(windows):
-                windows = (original.get("swa_window_size") or config.get("sliding_window"),) * len(windows)
-            said = original.get("causal")
+            if files.field("use_swa") and not any(windows):
+                windows = (files.field("swa_window_size") or config.get("sliding_window"),) * len(windows)
+            said = files.nested.get("causal", config.get("is_causal"))
             causal = [window is not None if said is None else bool(said) for window in windows]
         if not isinstance(size, int) or not 2 <= size <= _LONGEST:
             raise UserError(f"the head {files.source!r} has block_size {size!r}: legal are 2 to {_LONGEST}")
         return cls(size, mask_token_of(files, mask, target), layers, first, tuple(map(Sight, windows, causal)))
 
 
-def _original(files: HeadFiles) -> Mapping[str, Any]:
-    """The fields that the authors' layout nests.
+def _refuse_strange(files: HeadFiles, more: Sequence[str]) -> None:
+    """Refuse fields of the authors' layout that change what is computed.
 
     Raises:
-        UserError: there are others that change what is computed.
+        UserError: naming one of them.
     """
-    found: Mapping[str, Any] = files.config.get("dflash_config") or {}
-    strange = sorted(key for key, value in found.items() if key not in _ORIGINAL and value)
-    if strange:
+    legal = (*_ORIGINAL, *more)
+    found = {f"{files.nest}.{key}": value for key, value in files.nested.items() if value and key not in legal}
+    found |= {key: files.config[key] for key in _UNREAD if files.config.get(key) not in (None, False, 0, 1)}
+    if found:
+        name, value = min(found.items())
         raise UserError(
-            f"the head {files.source!r} has dflash_config.{strange[0]} {found[strange[0]]!r}, which is not read here: "
-            f"legal are {', '.join(_ORIGINAL)}"
+            f"the head {files.source!r} has {name} {value!r}, which is not read here: legal are {', '.join(legal)}"
         )
-    return found
+
+
+class Before(NamedTuple):
+    """What a row may depend on.
+
+    Attributes:
+        tokens: those before it, from the last committed one on.
+        states: of all places of its block.
+    """
+
+    tokens: list[int]
+    states: Float[Tensor, "places dim"]
+
+
+def last_tokens(before: Sequence[Before], device: torch.device) -> Int[Tensor, " rows"]:
+    """The token before each row."""
+    return torch.tensor([each.tokens[-1] for each in before], dtype=torch.long, device=device)
 
 
 class DFlashNet:
@@ -123,17 +146,30 @@ class DFlashNet:
         target: the model it was made for.
 
     Attributes:
+        algorithm: the drafter that reads it.
+        from_anchor: whether the place of the last committed token drafts too, where the config does not say.
+        whole_windows: whether places of layers with a window see later ones too, where the config does not say.
+        fields: further ones that the authors' layout may nest.
         layers: of the target, whose hidden states it reads.
         ids: tokens that it can draft; None for all.
         places: how many tokens it drafts.
+        conditional: whether a row depends on the tokens that were drafted before it.
+        predicts: see `Capabilities`.
 
     Raises:
         UserError: made for another model, weights that do not fit the config, or parts that are not read here.
     """
 
+    algorithm: ClassVar[str] = "dflash"
+    from_anchor: ClassVar[bool] = False
+    whole_windows: ClassVar[bool] = False
+    fields: ClassVar[tuple[str, ...]] = ()
+    conditional: ClassVar[bool] = False
+    predicts = False
+
     def __init__(self, files: HeadFiles, target: SlotBackend) -> None:
         shape = LayerShape.of(files)
-        self.block = block = _Block.of(files, shape, target)
+        self.block = block = _Block.of(files, shape, target, type(self))
         shape = replace(shape, windows=tuple(sight.window for sight in block.sights))
         self.layers = states_of(files, block.layers, target)
         given = int(files.config.get("target_hidden_size") or shape.size)
@@ -146,7 +182,7 @@ class DFlashNet:
         self._decoder = make_layers(files, shape, target)
         self._norm = make_norm(files, shape, "norm", target)
         self._passes = Passes(shape, self._decoder, target)
-        self.ids, self._head = output_of(files, shape, target)
+        self.ids, self._order, self._head = output_of(files, shape, target)
         files.ignore("verifier_lm_head.weight", "verifier_norm.weight")
 
     def fuse(self, states: Float[Tensor, "tokens inner"]) -> Float[Tensor, "tokens dim"]:
@@ -180,8 +216,9 @@ class DFlashNet:
             x = self._layer(layer, given, x, block, at, masks[sight])
         return self._norm(x)
 
-    @staticmethod
-    def _layer(layer: Layer, given: Tensor, x: Tensor, block: Int[Tensor, " blocks"], at: Any, mask: Any) -> Tensor:
+    def _layer(
+        self, layer: Layer, given: Tensor, x: Tensor, block: Int[Tensor, " blocks"], at: Any, mask: Any
+    ) -> Tensor:
         """One layer: keys and values of all places, all else of those in blocks."""
         fused = layer.project(given.index_copy(0, block, layer.normed(x)))
         return layer.finish(layer.attention(layer.number, fused, at, mask).index_select(0, block), x)
@@ -206,6 +243,10 @@ class DFlashNet:
         """Logits of `ids` after the tokens."""
         return self._head(states)
 
+    def conditioned(self, rows: Rows, before: Sequence[Before]) -> Rows:  # noqa: ARG002
+        """Rows of all sessions, given what was drafted before each of them; here that changes nothing."""
+        return rows
+
 
 def _places(feed: Feed) -> range:
     """The places of a feed's block; none where only the target's states are read."""
@@ -213,25 +254,26 @@ def _places(feed: Feed) -> range:
 
 
 class DFlashBackend(ParallelBackend):
-    """A DFlash head over the target it was made for.
+    """A DFlash head over the target it was made for, or one of its kin.
 
     Args:
         source: directory or hub id of the head.
         target: the target's backend.
+        kind: of the network.
 
     Raises:
-        UserError: as `read_head` and `DFlashNet`.
+        UserError: as `read_head` and the network.
     """
 
-    def __init__(self, source: str, target: SlotBackend) -> None:
-        files = read_head(source, "dflash")
-        self._net = net = DFlashNet(files, target)
+    def __init__(self, source: str, target: SlotBackend, kind: type[DFlashNet] = DFlashNet) -> None:
+        files = read_head(source, kind.algorithm)
+        self._net = net = kind(files, target)
         files.refuse_left()
         self._cache = SlotCache(target.max_positions)
         self._dtype = target.dtype
-        super().__init__(
-            target, f"dflash head {source}", places=net.places, width=net.width, layers=net.layers, ids=net.ids
-        )
+        name = f"{kind.algorithm} head {source}"
+        super().__init__(target, name, places=net.places, width=net.width, layers=net.layers, ids=net.ids)
+        self.capabilities = replace(self.capabilities, predicts=net.predicts)
 
     def follow(self, owner: Session) -> ParallelSession:
         """See `ParallelBackend`."""
@@ -249,6 +291,23 @@ class DFlashBackend(ParallelBackend):
         for session in sessions:
             _following(session.inner).rewind()
         return [Places(out.logits, out.hidden) for out in outputs if out.hidden is not None]
+
+    def _rows(self, sessions: Sequence[ParallelSession], asked: Sequence[list[int]]) -> list[Rows]:
+        rows = super()._rows(sessions, asked)
+        if not self._net.conditional:
+            return rows
+        counts = [len(depths) for depths in asked]
+        before = [
+            Before(path, session.places.states)
+            for session, count in zip(sessions, counts, strict=True)
+            for path in session.paths(count)
+            if session.places is not None
+        ]
+        joined = Rows(torch.cat([row.logits for row in rows]), torch.cat([row.states for row in rows]))
+        logits, states, accepted = self._net.conditioned(joined, before)
+        parts = [torch.split(each, counts) for each in (logits, states)]
+        predictions = [None] * len(rows) if accepted is None else torch.split(accepted, counts)
+        return [Rows(*each) for each in zip(*parts, predictions, strict=True)]
 
     def _run(self, feeds: Sequence[Feed]) -> list[FeedOutput]:
         """Read the target's states of every feed's chain; rows of the drafted places of those that have a block."""

@@ -54,7 +54,7 @@ class Eagle3Net(PublishedNet):
         self._decoder = make_layers(files, shape, target, at, wide=2)
         self._norm = make_norm(files, shape, "norm", target)
         self._passes = Passes(shape, self._decoder, target)
-        self.ids, self._head = output_of(files, shape, target)
+        self.ids, _, self._head = output_of(files, shape, target)
         files.ignore("verifier_lm_head.weight", "verifier_norm.weight")
 
     def fuse(self, states: Float[Tensor, "tokens inner"]) -> Float[Tensor, "tokens dim"]:

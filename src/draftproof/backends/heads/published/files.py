@@ -15,10 +15,22 @@ from torch import Tensor
 from draftproof import models
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.errors import UserError, reason
+from draftproof.models.found import is_file_name
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ALGORITHM = "speculators_model_type"
-DRAFTERS = ("eagle3", "peagle", "dflash", "eagle", "medusa", "mtp")  # that read published heads
+DRAFTERS = (  # that read published heads
+    "eagle3",
+    "peagle",
+    "dflash",
+    "dspark",
+    "dflash2",
+    "eagle",
+    "medusa",
+    "mtp",
+    "assistant",
+)
+_NESTS = ("dflash_config", "dspark_config")
 _PATTERNS = [CONFIG, "*.safetensors", INDEX]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _CONVERT = (
@@ -47,13 +59,27 @@ class HeadFiles:
         nested = self.config.get("transformer_layer_config")
         return nested if isinstance(nested, Mapping) else self.config
 
+    @property
+    def nest(self) -> str:
+        """The name under which authors of block heads nest fields of their own."""
+        return next((name for name in _NESTS if isinstance(self.config.get(name), Mapping)), _NESTS[0])
+
+    @property
+    def nested(self) -> Mapping[str, Any]:
+        """The fields there."""
+        return self.config.get(self.nest) or {}
+
+    def field(self, name: str, default: Any = None) -> Any:
+        """A field of the config, wherever it stands."""
+        return self.nested.get(name, self.config.get(name, default))
+
     def number(self, name: str, default: int | None = None) -> int:
         """A whole number of the config.
 
         Raises:
             UserError: it is missing, or no whole number of 1 or more.
         """
-        found = self.config.get(name, default)
+        found = self.field(name, default)
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:
             raise UserError(f"the config of the head {self.source!r} has {name} {found!r}: legal is 1 or more")
         return found
@@ -181,17 +207,50 @@ def _weight_files(source: str, folder: Path, names: Sequence[str]) -> list[Path]
     )
 
 
+def head_algorithm(source: str) -> str | None:
+    """The drafter that reads a published head, where a directory or hub id is one whose config says so; else None.
+
+    Names of models that this package knows, and those of files, are never heads.
+
+    Raises:
+        UserError: a head of an algorithm that is not read here.
+    """
+    where = Path(source).expanduser() / CONFIG
+    if source in models.REGISTRY or is_file_name(source):
+        return None
+    if not where.parent.exists() and "/" in source:
+        from huggingface_hub import hf_hub_download
+
+        try:
+            where = Path(hf_hub_download(source, CONFIG))
+        except (OSError, ValueError):  # loading says why the model cannot be had
+            return None
+    found = _named_algorithm(_config(source, where.parent)) if where.is_file() else None
+    if found is not None and found not in DRAFTERS:
+        _refuse_other_algorithm(source, found, "")
+    return found
+
+
 def algorithm_of(config: Mapping[str, Any]) -> str:
     """Which drafter reads a head with this config, or the name that the config gives its algorithm."""
+    return _named_algorithm(config) or "eagle"
+
+
+def _named_algorithm(config: Mapping[str, Any]) -> str | None:
+    """The same where the config tells a head from a model, which it does for all but the first EAGLE heads."""
     named = config.get(ALGORITHM)
     if isinstance(named, str) and named:
         return named
+    if config.get("model_type") in ("gemma4_assistant", "gemma4_unified_assistant"):
+        return "assistant"
     if "medusa_num_heads" in config:
         return "medusa"
     kinds = " ".join(map(str, config.get("architectures") or [])).lower()
+    if "dspark_config" in config or "dspark" in kinds:
+        return "dspark"
     if "dflash_config" in config or "dflash" in kinds:
         return "dflash2" if "dflash2" in kinds else "dflash"
-    return "eagle3" if "eagle3" in kinds or "draft_vocab_size" in config else "eagle"
+    return "eagle3" if "eagle3" in kinds or "draft_vocab_size" in config else None
 
 
 def _refuse_other_algorithm(source: str, found: str, wanted: str) -> None:

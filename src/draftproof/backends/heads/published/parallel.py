@@ -1,7 +1,7 @@
 """Heads that draft all tokens in one pass: the rows of all places are computed at once, and handed out by depth.
 
 The row of a place does not depend on the tokens that are drafted before it, so a chain, several chains and their tree
-all read the same rows.
+all read the same rows. Some heads correct a row by those tokens when they hand it out.
 """
 
 from __future__ import annotations
@@ -24,6 +24,19 @@ class Places(NamedTuple):
 
     logits: Float[Tensor, "places ids"]
     states: Float[Tensor, "places dim"]
+
+
+class Rows(NamedTuple):
+    """What a feed gets.
+
+    Attributes:
+        logits, states: rows of `Places`, the logits corrected by the drafted tokens where a head does that.
+        accepted: see `FeedOutput`.
+    """
+
+    logits: Float[Tensor, "rows ids"]
+    states: Float[Tensor, "rows dim"]
+    accepted: Float[Tensor, " rows"] | None = None
 
 
 class ParallelSession(Session):
@@ -53,6 +66,23 @@ class ParallelSession(Session):
         """How many drafted tokens come before each row that a feed of drafted tokens asks for."""
         drafted = self.stem + len(feed.tokens) - self.root
         return ([drafted] if len(feed.tokens) else []) + [drafted + depth for depth in feed_depths(feed)]
+
+    def rows(self, depths: Sequence[int]) -> Rows:
+        """The rows of places with so many drafted tokens before them."""
+        assert self.places is not None, "computed with the first feed of a round"
+        return Rows(self.places.logits[depths], self.places.states[depths])
+
+    def paths(self, rows: int) -> list[list[int]]:
+        """The tokens before each of the last rows, from the last committed one on."""
+        stem, tail = self.tokens[self.root - 1 : self.stem], self.tokens[self.stem :]
+        found = []
+        for last in range(len(tail) - rows, len(tail)):
+            path, node = [], last
+            while node >= 0:
+                path.append(tail[node])
+                node = self.tail[node]
+            found.append(stem + path[::-1])
+        return found
 
     def close(self) -> None:
         """Release the head's own slot."""
@@ -111,7 +141,8 @@ class ParallelBackend(ABC):
         """
         sessions = [feed.session for feed in feeds if isinstance(feed.session, ParallelSession)]
         assert len(sessions) == len(feeds), "a head reads sessions of its own"
-        asked, fresh = [], []
+        asked: list[list[int]] = []
+        fresh = []
         for session, feed in zip(sessions, feeds, strict=True):
             asked.append([0] if session.places is None else session.depths(feed))
             if asked[-1][-1:] and max(asked[-1]) >= (self.deepest or 0):
@@ -121,9 +152,9 @@ class ParallelBackend(ABC):
                 fresh.append(session)
         for session, places in zip(fresh, self._compute(fresh) if fresh else [], strict=True):
             session.places, session.root = places, session.stem
-        return [self._handed(session, depths, hidden) for session, depths in zip(sessions, asked, strict=True)]
+        rows = self._rows(sessions, asked)
+        return [FeedOutput(row.logits, row.states if hidden else None, self._ids, row.accepted) for row in rows]
 
-    def _handed(self, session: ParallelSession, depths: list[int], hidden: bool) -> FeedOutput:
-        assert session.places is not None, "computed with the first feed of a round"
-        logits, states = session.places
-        return FeedOutput(logits[depths], states[depths] if hidden else None, self._ids)
+    def _rows(self, sessions: Sequence[ParallelSession], asked: Sequence[list[int]]) -> list[Rows]:
+        """Rows of each session with so many drafted tokens before them; here they depend on the number only."""
+        return [session.rows(depths) for session, depths in zip(sessions, asked, strict=True)]

@@ -1,0 +1,182 @@
+"""DSpark heads in the layout of `speculators`, and in that of their authors (DeepSpec).
+
+A DFlash head whose rows are corrected, token by token, by a small product of the token before: its embedding of a few
+numbers, as it is, gated by the place's state, or through a recurrent state of the draft. A further head predicts from
+the same things whether the next token will be accepted, before that token is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import embedding, linear
+
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.published.dflash import Before, DFlashBackend, DFlashNet, last_tokens
+from draftproof.backends.heads.published.files import HeadFiles, cast
+from draftproof.backends.heads.published.layers import make_product
+from draftproof.backends.heads.published.parallel import Rows
+from draftproof.backends.products.packed_linear import Product
+from draftproof.errors import UserError
+
+_VANILLA, _GATED, _RECURRENT = KINDS = ("vanilla", "gated", "rnn")
+
+
+class DSparkNet(DFlashNet):
+    """The network of a DSpark head.
+
+    Args:
+        files: of the head.
+        target: the model it was made for.
+
+    Raises:
+        UserError: as `DFlashNet`; another kind of correction than is read here.
+    """
+
+    algorithm = "dspark"
+    conditional = True
+    from_anchor = True
+    fields = (
+        "markov_rank",
+        "markov_head_type",
+        "enable_confidence_head",
+        "confidence_head_with_markov",
+        "projector_type",
+    )
+
+    def __init__(self, files: HeadFiles, target: SlotBackend) -> None:
+        super().__init__(files, target)
+        drafted = target.vocab_size if self.ids is None else len(self.ids)
+        self._markov = MarkovHead.of(files, target, self.width, drafted, self._order, whole=not self.block.first)
+        self._confidence: tuple[Tensor, Tensor] | None = None
+        self._reads_token = False
+        if (weight := files.optional("confidence_head.proj.weight", [1, None])) is not None:
+            self._reads_token = weight.shape[1] > self.width
+            legal = self.width + (self._markov.rank if self._markov is not None and self._reads_token else 0)
+            if weight.shape[1] != legal:
+                raise UserError(
+                    f"the head {files.source!r} has a confidence head that reads {weight.shape[1]} numbers: legal are "
+                    f"{self.width}, its width, and as many more as markov_rank says"
+                )
+            bias = files.take("confidence_head.proj.bias", [1])
+            self._confidence = (cast(weight, target).float(), cast(bias, target).float())
+        self.predicts = self._confidence is not None
+
+    def conditioned(self, rows: Rows, before: Sequence[Before]) -> Rows:
+        """See `DFlashNet`."""
+        logits, states, accepted = rows
+        features = states
+        if self._markov is not None:
+            tokens = self._markov.embedded(last_tokens(before, states.device))
+            logits = logits + self._markov(states, tokens, before)
+            features = torch.cat([states, tokens], -1) if self._reads_token else states
+        if self._confidence is not None:
+            accepted = linear(features.float(), *self._confidence).sigmoid().squeeze(-1)
+        return Rows(logits, states, accepted)
+
+
+class MarkovHead:
+    """What the token before adds to a row of logits.
+
+    Args:
+        kind: one of KINDS.
+        first: a row of numbers for each token of the target.
+        last: from these to logits.
+        mixed: of the gate or of the recurrent state; None for kind vanilla.
+
+    Attributes:
+        rank: how many numbers a token has.
+    """
+
+    def __init__(self, kind: str, first: Float[Tensor, "vocab rank"], last: Product, mixed: Product | None) -> None:
+        self._kind = kind
+        self._first = first
+        self._last = last
+        self._mixed = mixed
+        self.rank = first.shape[-1]
+
+    @classmethod
+    def of(
+        cls, files: HeadFiles, target: SlotBackend, width: int, drafted: int, order: Tensor | None, *, whole: bool
+    ) -> MarkovHead | None:
+        """From a head's files; None for a head without one.
+
+        Args:
+            files: of the head.
+            target: for dtype, device and vocabulary.
+            width: of a place's state.
+            drafted: how many tokens it can draft.
+            order: of the tokens that are drafted, in the files; None where it is theirs.
+            whole: whether all places of a block draft.
+
+        Raises:
+            UserError: a kind that is not read here.
+        """
+        if files.field("markov_rank") == 0:
+            return None
+        rank, kind = files.number("markov_rank"), files.field("markov_head_type", _VANILLA)
+        if kind not in KINDS:
+            raise UserError(f"the head {files.source!r} has markov_head_type {kind!r}: legal are {', '.join(KINDS)}")
+        if kind == _RECURRENT and not whole:
+            raise UserError(
+                f"the head {files.source!r} has markov_head_type {kind!r} and a first place that does not draft: legal "
+                "with it is sample_from_anchor true"
+            )
+        first = cast(files.take("markov_head.markov_w1.weight", [target.vocab_size, rank]), target)
+        last = cast(files.take("markov_head.markov_w2.weight", [drafted, rank]), target)
+        mixed = None
+        if kind == _GATED:
+            mixed = make_product(files, "markov_head.gate_proj", rank, width + rank, target)
+        elif kind == _RECURRENT:
+            mixed = make_product(files, "markov_head.joint_proj", 3 * rank, width + 2 * rank, target)
+        return cls(kind, first, Product(last if order is None else last[order]), mixed)
+
+    def embedded(self, tokens: Tensor) -> Float[Tensor, "*tokens rank"]:
+        """The numbers of tokens."""
+        return embedding(tokens, self._first)
+
+    def __call__(
+        self,
+        states: Float[Tensor, "rows dim"],
+        tokens: Float[Tensor, "rows rank"],
+        before: Sequence[Before],
+    ) -> Float[Tensor, "rows ids"]:
+        """What is added to logits.
+
+        Args:
+            states: of the rows' places.
+            tokens: `embedded`, the token before each row.
+            before: all tokens before each row.
+        """
+        if self._mixed is None:
+            return self._last(tokens)
+        if self._kind == _GATED:
+            return self._last(self._mixed(torch.cat([states, tokens], -1)).sigmoid() * tokens)
+        return self._last(torch.stack([self._recurrent(*each) for each in before]))
+
+    def _recurrent(self, path: Sequence[int], states: Float[Tensor, "places dim"]) -> Float[Tensor, " rank"]:
+        """The output of the recurrent state after the tokens of a path, one at each place."""
+        assert self._mixed is not None, "checked before"
+        tokens = self.embedded(torch.tensor(path, device=states.device))
+        state = out = tokens.new_zeros(self.rank)
+        for token, place in zip(tokens, states, strict=False):  # no more places than tokens
+            gate, new, out = self._mixed(torch.cat([state, token, place]).unsqueeze(0)).squeeze(0).chunk(3)
+            gate = gate.sigmoid()
+            state = gate * state + (1 - gate) * new.tanh()
+        return out.tanh()
+
+
+def dspark_backend(source: str, target: SlotBackend) -> DFlashBackend:
+    """A DSpark head over the target it was made for.
+
+    Args:
+        source: directory or hub id of the head.
+        target: the target's backend.
+
+    Raises:
+        UserError: as `DFlashBackend`.
+    """
+    return DFlashBackend(source, target, DSparkNet)

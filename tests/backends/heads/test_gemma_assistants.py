@@ -1,0 +1,265 @@
+"""Gemma 4 assistants: logits as transformers computes them, exact drafts over the target's own keys, refusals."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from draftproof import Engine, SamplingParams, UserError
+from draftproof.backends.base import Feed
+from draftproof.backends.heads.published.assistant import AssistantBackend, AssistantNet
+from draftproof.backends.hf.backend import HFBackend
+from draftproof.backends.lean.backend import LeanBackend
+from draftproof.engine.options import EngineOptions
+from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.tree import TokenTree
+from support.helpers import assert_output_distribution, random_model
+from support.published import DATA as HEADS
+from support.published import mlp, tiny_target, weights, write
+
+DATA = HEADS.parent / "assistants"
+PROVENANCE = json.loads((DATA / "provenance.json").read_text())
+IDS, STEPS = PROVENANCE["tokens"], PROVENANCE["steps"]
+SLOW = [(1, "token", 4), (2, "trie_block", 3)]
+# Layers that share keys, and clusters of tokens; values that are keys, and all tokens; the same of the unified family.
+NAMES = ["shared", "equal", "unified"]
+
+
+def gemma(name):
+    """The target of a reference assistant."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(DATA / name / "target", dtype=torch.float32)
+    return HFBackend(model, name="gemma")
+
+
+def changed(folder, name="shared", **fields):
+    """A copy of a reference assistant with other fields in its config."""
+    shutil.copytree(DATA / name / "assistant", folder)
+    config = json.loads((folder / "config.json").read_text())
+    for key, value in fields.items():
+        (config["text_config"] if key in config["text_config"] else config)[key] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def rows(target, assistant, length, more=()):
+    """Logits of a draft after the first known tokens; the target may have read and rolled back more tokens."""
+    owner = target.open()
+    target.forward([Feed(owner, [*IDS[: length - 1], *more])])
+    owner.keep(length - 1)
+    session = assistant.follow(owner)
+    fed = [IDS[1:length], *([token] for token in IDS[length : length + STEPS - 1])]
+    return torch.cat([assistant.forward([Feed(session, tokens)])[0].logits for tokens in fed])
+
+
+def difference(name, folder, more=()):
+    """The largest difference to transformers' logits, as a share of the largest of them; inf for other tokens."""
+    target = gemma(name)
+    assistant = AssistantBackend(str(folder), target)
+    expected, worst = load_file(DATA / name / "reference.safetensors")["logits"], 0.0
+    for place, right in enumerate(expected):
+        made = rows(target, assistant, place + 2, more)
+        seen = made.isfinite()
+        if name == "shared" and not torch.equal(seen, right > right.amin(-1, keepdim=True)):
+            return math.inf  # transformers gives tokens of other clusters the least logit less one
+        worst = max(worst, float((made - right)[seen].abs().max() / expected.abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers_at_every_step(name):
+    """From every position, with windows that end before the text begins and after it."""
+    assert difference(name, DATA / name / "assistant") < 1e-5
+
+
+def test_keys_of_rejected_tokens_are_not_read():
+    """The target has read two more tokens than are committed."""
+    assert difference("shared", DATA / "shared" / "assistant", more=(7, 9)) < 1e-5
+
+
+@pytest.mark.parametrize("fields", [{"sliding_window": 2}, {"rms_norm_eps": 0.1}, {"centroid_intermediate_top_k": 3}])
+def test_other_fields_change_the_logits(tmp_path, fields):
+    """Negative control of the comparison above."""
+    assert difference("shared", changed(tmp_path / "assistant", **fields)) > 1e-3
+
+
+def test_another_position_or_keys_change_the_logits(monkeypatch):
+    """Negative control: a position that moves with the draft, and one key more, of a token that was rejected."""
+    forward = AssistantNet.__call__
+
+    def moved(self, tokens, states, positions, pasts):
+        return forward(self, tokens, states, positions + 1, pasts)
+
+    def longer(self, tokens, states, positions, pasts):
+        return forward(self, tokens, states, positions, [past._replace(length=past.length + 1) for past in pasts])
+
+    folder = DATA / "equal" / "assistant"
+    for wrong in (moved, longer):
+        monkeypatch.setattr(AssistantNet, "__call__", wrong)
+        assert difference("equal", folder, more=(7, 9)) > 1e-3
+
+
+def test_a_tree_gives_the_rows_of_its_paths():
+    """Two requests of other lengths at once, level by level."""
+    target = gemma("shared")
+    assistant = AssistantBackend(str(DATA / "shared" / "assistant"), target)
+    owners = [target.open(), target.open()]
+    target.forward([Feed(owners[0], IDS[:4]), Feed(owners[1], IDS[:7])])
+    sessions, known = [assistant.follow(owner) for owner in owners], [IDS[1:5], IDS[1:8]]
+    assistant.forward([Feed(*each) for each in zip(sessions, known, strict=True)])
+    assistant.forward([Feed(session, (), TokenTree(torch.tensor([11, 6]), (-1, -1))) for session in sessions])
+    made = assistant.forward([Feed(session, (), TokenTree(torch.tensor([3, 8]), (1, 0), 2)) for session in sessions])
+    for owner, read, output in zip(owners, known, made, strict=True):
+        for row, path in zip(output.logits, ([6, 3], [11, 8]), strict=True):
+            alone = assistant.follow(owner)
+            for tokens in (read, *([token] for token in path)):
+                found = assistant.forward([Feed(alone, tokens)])[0].logits[-1]
+            assert torch.allclose(row, found, atol=1e-4)
+    with pytest.raises(ValueError, match="reads drafted tokens level by level"):
+        assistant.forward([Feed(sessions[0], (), TokenTree(torch.tensor([1, 2]), (3, 4), 4))])
+
+
+# --- engines ---------------------------------------------------------------------------------------------------------
+
+
+def tiny_gemma():
+    """A Gemma 4 of three tokens in float64, small enough to enumerate its outputs."""
+    kinds = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma4TextConfig(
+        vocab_size=3, vocab_size_per_layer_input=3, hidden_size=8, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, global_head_dim=8, hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0, layer_types=kinds, sliding_window=3, enable_moe_block=False, initializer_range=1.0,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    return HFBackend(random_model(config, dtype=torch.float64), name="tiny-gemma")
+
+
+def assistant_for(folder, target, *, seed=12, kept=2):
+    """A random assistant of one layer of each kind, with a cluster for each token."""
+    size, width, vocab, config = 8, target.capabilities.hidden, target.vocab_size, target.config.to_dict()
+    shapes = {"model.embed_tokens.weight": (vocab, size), "model.norm.weight": (size,)}
+    shapes |= {"pre_projection.weight": (size, 2 * width), "post_projection.weight": (width, size)}
+    for number in range(2):
+        at = f"model.layers.{number}."
+        shapes |= {f"{at}self_attn.q_proj.weight": (16, size), f"{at}self_attn.q_norm.weight": (8,)}
+        shapes |= {f"{at}self_attn.o_proj.weight": (size, 16), f"{at}layer_scalar": (1,), **mlp(at, size, 16)}
+        for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            shapes[f"{at}{name}_layernorm.weight"] = (size,)
+    shapes["masked_embedding.centroids.weight"] = (vocab, size)
+    tensors = {**weights(shapes, seed, 3.0), "masked_embedding.token_ordering": torch.tensor([2, 0, 1])}
+    fields = {"model_type": "gemma4_assistant", "backbone_hidden_size": width, "use_ordered_embeddings": True}
+    fields |= {"num_centroids": vocab, "centroid_intermediate_top_k": kept}
+    return write(folder, {**fields, "text_config": config | {"num_kv_shared_layers": 2}}, tensors)
+
+
+@pytest.mark.parametrize(
+    ("chains", "rule", "length"), [(1, "block", 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+)
+def test_exact_output_distribution(tmp_path, chains, rule, length):
+    """By enumeration: drafts are drawn from the assistant's own q, which is 0 outside of the clusters."""
+    target = tiny_gemma()
+    spec = f"assistant:{assistant_for(tmp_path / 'assistant', target)}" + (f"x{chains}" if chains > 1 else "")
+    assert_output_distribution(
+        target, lambda: make_drafter(spec, target=target, draft=None, stopper="fixed:2"), rule, length=length
+    )
+
+
+@pytest.mark.slow
+def test_a_published_generator_that_names_another_q_is_detected(tmp_path):
+    """Negative control: transformers drafts the likeliest token and hands on the softmax as its q."""
+    target = tiny_gemma()
+    folder = assistant_for(tmp_path / "assistant", target)
+
+    def greedy():
+        drafter = make_drafter(f"assistant:{folder}", target=target, draft=None, stopper="fixed:1")
+        propose = drafter.propose
+
+        def likeliest(requests, rng):
+            drafts = propose(requests, rng)
+            for draft in drafts:
+                draft.tree.tokens[:] = draft.tree.tokens if draft.probs is None else draft.probs.argmax(-1)
+            return drafts
+
+        drafter.propose = likeliest
+        return drafter
+
+    with pytest.raises(AssertionError):
+        assert_output_distribution(target, greedy, "token", length=3)
+
+
+@pytest.mark.parametrize(("name", "chains"), [("shared", 1), ("equal", 3)])
+def test_greedy_output_equals_transformers_token_for_token(name, chains):
+    """A batch of three prompts of several lengths, longer than the window."""
+    target = gemma(name)
+    spec = f"assistant:{DATA / name / 'assistant'}" + (f"x{chains}" if chains > 1 else "")
+    drafter = make_drafter(spec, target=target, draft=None, stopper="fixed:3")
+    rule = make_verifier("trie_block" if chains > 1 else "block")
+    prompts = [IDS, IDS[:2], [7]]
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    for prompt, out in zip(prompts, Engine(target, drafter, rule).generate(prompts, params), strict=True):
+        found = list(prompt)
+        for _ in range(20):
+            found.append(int(target.model(torch.tensor([found]), use_cache=False).logits[0, -1].argmax()))
+        assert list(out.token_ids) == found[len(prompt) :]
+        assert out.stats.num_draft_tokens > 0
+
+
+def test_output_is_the_same_alone_and_in_a_batch():
+    target = gemma("shared")
+    folder = DATA / "shared" / "assistant"
+    drafter = make_drafter(f"assistant:{folder}", target=target, draft=None, stopper="confidence:0.05")
+    made, prompts = Engine(target, drafter, make_verifier("block")), [IDS, IDS[:3], [7, 9]]
+    params = [SamplingParams(max_tokens=16, seed=seed, ignore_eos=True) for seed in range(3)]
+    together = made.generate(prompts, params)
+    alone = [made.generate([prompt], each)[0] for prompt, each in zip(prompts, params, strict=True)]
+    assert [out.token_ids for out in together] == [out.token_ids for out in alone]
+    assert all(out.stats.num_draft_tokens for out in together)
+
+
+def test_an_assistant_is_known_by_its_config():
+    folder = str(DATA / "shared" / "assistant")
+    made = EngineOptions(draft=folder).of_head()
+    assert (made.draft, made.drafter) == (None, f"assistant:{folder}")
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"backbone_hidden_size": 24}, "reads hidden states of width 24, and those of gemma have 16"),
+        ({"vocab_size": 50}, "for a vocabulary of 50 tokens, and gemma has 40"),
+        ({"hidden_activation": "silu"}, "activation 'silu': legal is gelu_pytorch_tanh"),
+        ({"model_type": "gemma3_text"}, "layers of type 'gemma3_text': legal are gemma4_text and"),
+        ({"num_centroids": 7}, "num_centroids 7 and centroid_intermediate_top_k 4: legal are a divisor of 40"),
+        ({"use_ordered_embeddings": False}, "does not name here: masked_embedding.centroids.weight"),
+        ({"per_layer_config": {}}, "reads keys of 8 numbers of a layer of kind full_attention, and gemma has none"),
+    ],
+)
+def test_assistants_that_do_not_fit_are_refused(tmp_path, fields, words):
+    folder = tmp_path / "assistant"
+    changed(folder, **fields)
+    with pytest.raises(UserError, match=words):
+        make_drafter(f"assistant:{folder}", target=gemma("shared"), draft=None, stopper="fixed:2")
+
+
+def test_a_table_of_clusters_without_all_tokens_is_refused(tmp_path):
+    folder = changed(tmp_path / "assistant")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["masked_embedding.token_ordering"] = torch.zeros(40, dtype=torch.long)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"token_ordering of the assistant .* is no order of all tokens"):
+        AssistantBackend(str(folder), gemma("shared"))
+
+
+def test_other_targets_and_backends_are_refused():
+    folder = str(DATA / "shared" / "assistant")
+    with pytest.raises(UserError, match="is on LeanBackend: legal is a Gemma 4 target on backend hf"):
+        AssistantBackend(folder, tiny_target(LeanBackend))
+    for other, kind in ((tiny_target(), "tiny-target is llama"), (gemma("unified"), "gemma is gemma4_unified_text")):
+        with pytest.raises(UserError, match=f"reads keys and values of gemma4_text, and {kind}"):
+            AssistantBackend(folder, other)

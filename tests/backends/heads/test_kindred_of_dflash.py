@@ -1,0 +1,347 @@
+"""DSpark and DFlash 2: rows as `speculators` computes them after every token, predictions that end drafts, refusals."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftproof import Engine, SamplingParams, UserError
+from draftproof.backends.base import Feed
+from draftproof.backends.heads.published.dflash2 import dflash2_backend
+from draftproof.backends.heads.published.dspark import dspark_backend
+from draftproof.backends.hf.backend import HFBackend
+from draftproof.backends.lean.backend import LeanBackend
+from draftproof.engine.options import EngineOptions
+from draftproof.engine.registry import make_drafter
+from draftproof.models import REGISTRY
+from draftproof.tree import TokenTree
+from support import published
+from support.helpers import assert_output_distribution, embedded_model, tiny_llama
+from support.published import DATA, IDS, STEPS, WRITERS, changed, reference, tiny_target
+
+BACKENDS = {"dspark": dspark_backend, "dflash2": dflash2_backend}
+DSPARK = ["dspark_vanilla", "dspark_gated", "dspark_rnn"]
+DFLASH2 = ["dflash2_windows", "dflash2_anchor"]
+
+
+def read_head(folder, target):
+    config = json.loads((folder / "config.json").read_text())
+    return BACKENDS[config["speculators_model_type"]](str(folder), target)
+
+
+def drafted_outputs(target, head, anchor):
+    """What the head gives at every place of a block after the known tokens up to `anchor`, along the known tokens."""
+    owner = target.open()
+    target.forward([Feed(owner, IDS[:anchor])])
+    session = head.follow(owner)
+    outputs = head.forward([Feed(session, IDS[1 : anchor + 1])])
+    for place in range(1, head.deepest):
+        outputs += head.forward([Feed(session, [IDS[anchor + place]])])
+    return outputs
+
+
+def differences(target, folder, name):
+    """The largest difference to the package's rows, as a share of the largest number, and to its predictions."""
+    expected, head = reference(name), read_head(folder, target)
+    scale = expected["logits"][expected["logits"].isfinite()].abs().max()
+    first, rows, predictions = STEPS - head.deepest, [0.0], [0.0]
+    for place, anchor in enumerate(expected["anchor"].tolist()):
+        if not anchor:  # before the first token there are no states to read
+            continue
+        outputs = drafted_outputs(target, head, anchor)
+        made, right = torch.cat([output.logits for output in outputs]), expected["logits"][place, first:]
+        same = torch.equal(made.isfinite(), right.isfinite())
+        rows.append(float((made - right).nan_to_num(0).abs().max() / scale) if same else math.inf)
+        if "accepted" in expected:
+            made = torch.cat([output.accepted for output in outputs])
+            predictions.append(float((made - expected["accepted"][place, first:]).abs().max()))
+    assert len(rows) == len(IDS) - STEPS
+    return max(rows), max(predictions)
+
+
+@pytest.mark.parametrize("make", [HFBackend, LeanBackend])
+@pytest.mark.parametrize("name", DSPARK + DFLASH2)
+def test_rows_are_those_of_speculators_after_every_token(name, make):
+    """From every place: three kinds of correction, predictions with and without the token, windows, and no anchor."""
+    rows, predictions = differences(tiny_target(make), DATA / name, name)
+    assert rows < 1e-5
+    assert predictions < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("dspark_vanilla", {"mask_token_id": 4}),
+        ("dspark_vanilla", {"aux_hidden_state_layer_ids": [4, 1, 6]}),
+        ("dspark_gated", {"sliding_window_non_causal": True}),
+        ("dflash2_windows", {"sliding_window_non_causal": False}),
+        ("dflash2_windows", {"selector_top_k": 5}),
+        ("dflash2_anchor", {"mask_token_id": 4}),
+    ],
+)
+def test_other_fields_change_the_rows(tmp_path, name, fields):
+    """Negative control of the comparison above."""
+    rows, _ = differences(tiny_target(), changed(tmp_path / "head", name, **fields), name)
+    assert rows > 0.01
+
+
+@pytest.mark.parametrize("name", DSPARK + DFLASH2)
+def test_another_token_before_changes_the_row(name):
+    """Rows depend on the drafted token, so that q of one path is not that of another."""
+    target = tiny_target()
+    head = read_head(DATA / name, target)
+    owner = target.open()
+    target.forward([Feed(owner, IDS[:4])])
+    rows = []
+    for token in (11, 6):
+        session = head.follow(owner)
+        head.forward([Feed(session, IDS[1:5])])
+        rows.append(head.forward([Feed(session, [token])])[0].logits)
+    assert (rows[0] - rows[1]).nan_to_num(0).abs().max() > 0.1 or not torch.equal(*(row.isfinite() for row in rows))
+
+
+@pytest.mark.parametrize("name", DSPARK + DFLASH2)
+def test_a_tree_gives_the_rows_of_its_paths(name):
+    """Two requests at once, level by level."""
+    target = tiny_target()
+    head = read_head(DATA / name, target)
+    owners = [target.open(), target.open()]
+    target.forward([Feed(owners[0], IDS[:4]), Feed(owners[1], IDS[:6])])
+    sessions = [head.follow(owner) for owner in owners]
+    known = [IDS[1:5], IDS[1:7]]
+    head.forward([Feed(*each) for each in zip(sessions, known, strict=True)])
+    head.forward([Feed(session, (), TokenTree(torch.tensor([11, 6]), (-1, -1))) for session in sessions])
+    made = head.forward([Feed(session, (), TokenTree(torch.tensor([3, 8]), (1, 0), 2)) for session in sessions])
+    for owner, read, output in zip(owners, known, made, strict=True):
+        for row, path in zip(output.logits, ([6, 3], [11, 8]), strict=True):
+            alone = head.follow(owner)
+            head.forward([Feed(alone, read)])
+            for token in path:
+                found = head.forward([Feed(alone, [token])])[0].logits[-1]
+            assert torch.allclose(row, found, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_both_layouts_are_one_head(tmp_path, name):
+    """The authors' layouts count layers from the one after the embedding."""
+    target = tiny_target()
+    ids = [1, 5, 6, 30] if name == "dspark" else None
+    heads = []
+    for original in (False, True):
+        theirs = {} if not original or name == "dspark" else {"causal": False}
+        folder = tmp_path / str(original)
+        WRITERS[name](folder, target, ids=ids, layers=(1, 3), original=original, **theirs)
+        drafter = make_drafter(f"{name}:{folder}", target=target, draft=None, stopper="fixed:2")
+        heads.append(drafter.model.backend)
+    outputs = [drafted_outputs(target, head, 7) for head in heads]
+    assert len(outputs[0]) == 4
+    for one, other in zip(*outputs, strict=True):
+        assert torch.equal(one.logits, other.logits)
+
+
+def test_tokens_in_another_order_are_the_same_head(tmp_path):
+    """The map d2t may name tokens in any order; corrections follow it."""
+    target, ids = tiny_target(), [1, 5, 6, 30]
+    folder = published.dspark(tmp_path / "a", target, ids=ids)
+    tensors, order = load_file(folder / "model.safetensors"), [2, 0, 3, 1]
+    for key in ("lm_head.weight", "markov_head.markov_w2.weight"):
+        tensors[key] = tensors[key][order].contiguous()
+    tensors["d2t"] = torch.tensor(ids)[order] - torch.arange(4)
+    other = published.write(tmp_path / "b", json.loads((folder / "config.json").read_text()), tensors)
+    one, two = (drafted_outputs(target, dspark_backend(str(each), target), 7) for each in (folder, other))
+    assert all(torch.equal(row.logits, same.logits) for row, same in zip(one, two, strict=True))
+
+
+# --- predictions that end drafts -------------------------------------------------------------------------------------
+
+
+def test_drafts_end_where_the_head_predicts_a_rejection(tmp_path):
+    """The chain ends before the first token with which the product of all predictions is below the threshold."""
+    target = tiny_llama()
+    folder = published.dspark(tmp_path / "head", target)
+    params, drafted = SamplingParams(max_tokens=20, seed=3, ignore_eos=True), []
+    for threshold in (0.05, 0.3, 0.9):
+        drafter = make_drafter(f"dspark:{folder}", target=target, draft=None, stopper=f"predicted:{threshold}")
+        seen, propose, judge = [], drafter.propose, drafter.stopper.stop_after
+        drafter.stopper.stop_after = lambda signals, row, s=seen, j=judge: s.append(list(signals)) or j(signals, row)
+
+        def watched(requests, rng, propose=propose, seen=seen, threshold=threshold):
+            seen.clear()
+            (draft,) = propose(requests, rng)
+            assert len(draft) == sum(math.prod(signals) >= threshold for signals in seen)
+            assert all(0 < signal < 1 for signals in seen for signal in signals)
+            return [draft]
+
+        drafter.propose = watched
+        out = Engine(target, drafter).generate([[1, 0, 2, 1]], params)[0]
+        drafted.append(out.stats.num_draft_tokens)
+    assert drafted[0] > drafted[1] > drafted[2]
+
+
+TREES = pytest.param(2, "trie_block", {0, 1}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("chains", "rule", "depths"), [(1, "block", {0, 1, 2}), TREES])
+def test_predictions_leave_the_output_distribution_exact(tmp_path, chains, rule, depths):
+    """By enumeration, with a threshold that ends drafts before the first token, the second, and not at all."""
+    target = tiny_llama()
+    folder = published.dspark(tmp_path / "head", target, ids=[0, 2])
+    spec = f"dspark:{folder}" + (f"x{chains}" if chains > 1 else "")
+    drafted = set()
+
+    def make():
+        drafter = make_drafter(spec, target=target, draft=None, stopper="predicted:0.4")
+        propose = drafter.propose
+
+        def watched(requests, rng):
+            drafts = propose(requests, rng)
+            drafted.update(draft.depth for draft in drafts)
+            return drafts
+
+        drafter.propose = watched
+        return drafter
+
+    assert_output_distribution(target, make, rule, length=max(depths) + 2)
+    assert drafted == depths
+
+
+@pytest.mark.slow
+def test_a_draft_that_ends_before_a_token_because_of_that_token_is_detected(tmp_path):
+    """Negative control: dropping what was drawn changes the output distribution."""
+    target = tiny_llama()
+    folder = published.dspark(tmp_path / "head", target)
+
+    def dropping():
+        drafter = make_drafter(f"dspark:{folder}", target=target, draft=None, stopper="fixed:2")
+        propose = drafter.propose
+        drafter.propose = lambda requests, rng: [
+            draft.first(len(draft) - 1) if len(draft) and int(draft.tree.tokens[-1]) == 2 else draft
+            for draft in propose(requests, rng)
+        ]
+        return drafter
+
+    with pytest.raises(AssertionError):
+        assert_output_distribution(target, dropping, "block", length=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BACKENDS)
+def test_second_tokens_are_exact_and_a_false_row_of_theirs_is_detected(tmp_path, name):
+    """By enumeration, where the row of the second drafted token depends on the first; and its negative control."""
+    target = tiny_llama()
+    folder = WRITERS[name](tmp_path / "head", target)
+
+    def make():
+        return make_drafter(f"{name}:{folder}", target=target, draft=None, stopper="fixed:2")
+
+    def lying():
+        drafter = make()
+        propose = drafter.propose
+
+        def changed_rows(requests, rng):
+            drafts = propose(requests, rng)
+            for draft in drafts:
+                if len(draft) > 1:
+                    draft.probs[1] = 0.5 * draft.probs[1].roll(1) + 0.5 / 3
+            return drafts
+
+        drafter.propose = changed_rows
+        return drafter
+
+    assert_output_distribution(target, make, "token", length=4)
+    with pytest.raises(AssertionError):
+        assert_output_distribution(target, lying, "token", length=4)
+
+
+def test_heads_that_predict_nothing_are_refused_with_that_stopper(tmp_path):
+    target = tiny_target()
+    for name, more in (("dspark", {"confidence": False}), ("dflash", {})):
+        folder = WRITERS[name](tmp_path / name, target, **more)
+        with pytest.raises(UserError, match=r"reads a draft head's own prediction of acceptance, and .* makes none"):
+            make_drafter(f"{name}:{folder}", target=target, draft=None, stopper="predicted")
+    with pytest.raises(UserError, match="stopper predicted: expected 0 < threshold < 1, got 2"):
+        make_drafter(f"dspark:{tmp_path / 'dspark'}", target=target, draft=None, stopper="predicted:2")
+
+
+# --- heads in place of a draft model ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*WRITERS])
+def test_a_head_is_known_by_its_config(tmp_path, name):
+    """Named as the draft model, it is read by its drafter; the first EAGLE heads alone look like models."""
+    folder = WRITERS[name](tmp_path / "head", tiny_target())
+    made = EngineOptions(draft=str(folder)).of_head()
+    if name == "eagle":
+        assert made.draft == str(folder)
+    else:
+        assert (made.draft, made.drafter) == (None, f"{name}:{folder}")
+    assert EngineOptions(draft=str(DATA / "target")).of_head().draft == str(DATA / "target")
+    for other in ("owner/none", "owner/none:Q4_K_M", "embedded:draft", *REGISTRY):  # nothing is fetched or refused here
+        assert EngineOptions(draft=other).of_head().draft == other
+
+
+def test_an_engine_drafts_with_a_head_that_is_named_as_the_draft_model(tmp_path):
+    folder = published.dspark(tmp_path / "head", HFBackend(embedded_model("target"), name="target"))
+    params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+    plain = Engine.load("embedded:target", drafter="none").generate("Once upon", params)[0]
+    made = Engine.load("embedded:target", str(folder), stopper="predicted:0.1").generate("Once upon", params)[0]
+    assert made.token_ids == plain.token_ids
+    assert made.stats.num_draft_tokens > 0
+
+
+def test_two_ways_to_name_a_drafter_and_unknown_heads_are_refused(tmp_path):
+    folder = DATA / "dspark_vanilla"
+    with pytest.raises(UserError, match="draft names a head of algorithm dspark, and drafter is 'ngram:4': leave one"):
+        EngineOptions(draft=str(folder), drafter="ngram:4").of_head()
+    other = changed(tmp_path / "head", "dspark_vanilla", speculators_model_type="xpress")
+    with pytest.raises(UserError, match="'xpress', which is not read here: legal are eagle3, peagle, dflash, dspark"):
+        EngineOptions(draft=str(other)).of_head()
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("dspark_gated", {"markov_head_type": "fir"}, "markov_head_type 'fir': legal are vanilla, gated, rnn"),
+        ("dspark_rnn", {"sample_from_anchor": False}, "legal with it is sample_from_anchor true"),
+        ("dspark_vanilla", {"markov_rank": 4}, r"markov_w1.weight has shape \[40, 5\]"),
+        ("dspark_vanilla", {"markov_rank": 0}, "confidence head that reads 21 numbers: legal are 16"),
+        ("dflash2_windows", {"conv_kernel_size": 5}, "conv_kernel_size 5 and conv_group_size 4: legal are at most 4"),
+        ("dflash2_windows", {"conv_group_size": 3}, "and a divisor of 16"),
+        ("dflash2_windows", {"selector_top_k": 41}, "selector_top_k 41: legal are 1 to 40"),
+        ("dflash2_windows", {"speculators_model_type": "dflash"}, "does not name here: candidate_selector"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(tmp_path, name, fields, words):
+    folder = changed(tmp_path / "head", name, **fields)
+    algorithm = fields.get("speculators_model_type") or name.partition("_")[0]
+    with pytest.raises(UserError, match=words):
+        make_drafter(f"{algorithm}:{folder}", target=tiny_target(), draft=None, stopper="fixed:2")
+
+
+def test_fields_of_the_authors_that_change_rows_are_refused(tmp_path):
+    target = tiny_target()
+    folder = published.dspark(tmp_path / "head", target, original=True)
+    config = json.loads((folder / "config.json").read_text())
+    for more, words in (
+        ({"logit_scale": 2.0}, "has logit_scale 2.0, which is not read here"),
+        ({"dflash_config": {**config["dflash_config"], "shift_label": True}}, "has dflash_config.shift_label True"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | more))
+        with pytest.raises(UserError, match=words):
+            dspark_backend(str(folder), target)
+
+
+def test_a_part_of_the_vocabulary_is_refused_for_dflash2(tmp_path):
+    target = tiny_target()
+    folder = published.dflash2(tmp_path / "head", target)
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    tensors |= {"lm_head.weight": torch.zeros(2, target.capabilities.hidden), **published.maps([1, 5], 40)}
+    (folder / "config.json").write_text(json.dumps({**config, "draft_vocab_size": 2}))
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match="drafts a part of the vocabulary: legal for dflash2 is all of it"):
+        dflash2_backend(str(folder), target)
