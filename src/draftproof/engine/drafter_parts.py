@@ -91,7 +91,7 @@ def _feature_head(parts: DrafterContext, argument: str) -> Drafter:
     if where is None:
         raise UserError(
             f"drafter feature_head needs the directory of one, for example feature_head:heads/mine: none ships for "
-            f"{parts.target.name} (legal without one: {', '.join(SHIPPED_FEATURE_HEADS)}); draftproof train makes them"
+            f"{parts.target.name} (one ships for {', '.join(SHIPPED_FEATURE_HEADS)}); draftproof train makes them"
         )
     model = FeatureModel(parts.own_model("feature_head"), load_net(where), bits=parts.bits, **parts.changes)
     return feature_drafter(model, parts.ends(), chains=chains)

@@ -65,7 +65,7 @@ def _headed(make: Callable[[Head, float | None], Stopper], example: str) -> Call
         if not path:
             raise UserError(
                 f"stopper {name} needs the directory of a head, for example {example}: none ships for the draft model "
-                f"{draft!r} (legal without one are {', '.join(SHIPPED_HEADS)}); draftproof train makes heads"
+                f"{draft!r} (one ships for {', '.join(SHIPPED_HEADS)}); draftproof train makes heads"
             )
         return make(load_head(path), float(threshold) if threshold else None)
 

@@ -233,9 +233,9 @@ def test_an_assistant_is_known_by_its_config():
     [
         ({"backbone_hidden_size": 24}, "reads hidden states of width 24, and those of gemma have 16"),
         ({"vocab_size": 50}, "for a vocabulary of 50 tokens, and gemma has 40"),
-        ({"hidden_activation": "silu"}, "activation 'silu': legal is gelu_pytorch_tanh"),
-        ({"model_type": "gemma3_text"}, "layers of type 'gemma3_text': legal are gemma4_text and"),
-        ({"num_centroids": 7}, "num_centroids 7 and centroid_intermediate_top_k 4: legal are a divisor of 40"),
+        ({"hidden_activation": "silu"}, "activation 'silu': expected gelu_pytorch_tanh"),
+        ({"model_type": "gemma3_text"}, "layers of type 'gemma3_text': expected gemma4_text and"),
+        ({"num_centroids": 7}, "num_centroids 7 and centroid_intermediate_top_k 4: expected a divisor of 40"),
         ({"use_ordered_embeddings": False}, "does not name here: masked_embedding.centroids.weight"),
         ({"per_layer_config": {}}, "reads keys of 8 numbers of a layer of kind full_attention, and gemma has none"),
     ],
@@ -258,7 +258,7 @@ def test_a_table_of_clusters_without_all_tokens_is_refused(tmp_path):
 
 def test_other_targets_and_backends_are_refused():
     folder = str(DATA / "shared" / "assistant")
-    with pytest.raises(UserError, match="is on LeanBackend: legal is a Gemma 4 target on backend hf"):
+    with pytest.raises(UserError, match="is on LeanBackend: use a Gemma 4 target on backend hf"):
         AssistantBackend(folder, tiny_target(LeanBackend))
     for other, kind in ((tiny_target(), "tiny-target is llama"), (gemma("unified"), "gemma is gemma4_unified_text")):
         with pytest.raises(UserError, match=f"reads keys and values of gemma4_text, and {kind}"):

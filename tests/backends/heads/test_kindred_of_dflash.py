@@ -296,7 +296,7 @@ def test_two_ways_to_name_a_drafter_and_unknown_heads_are_refused(tmp_path):
     with pytest.raises(UserError, match="draft names a head of algorithm dspark, and drafter is 'ngram:4': leave one"):
         EngineOptions(draft=str(folder), drafter="ngram:4").of_head()
     other = changed(tmp_path / "head", "dspark_vanilla", speculators_model_type="xpress")
-    with pytest.raises(UserError, match="'xpress', which is not read here: legal are eagle3, peagle, dflash, dspark"):
+    with pytest.raises(UserError, match="'xpress', which is not read here: expected eagle3, peagle, dflash, dspark"):
         EngineOptions(draft=str(other)).of_head()
 
 
@@ -306,13 +306,13 @@ def test_two_ways_to_name_a_drafter_and_unknown_heads_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "fields", "words"),
     [
-        ("dspark_gated", {"markov_head_type": "fir"}, "markov_head_type 'fir': legal are vanilla, gated, rnn"),
-        ("dspark_rnn", {"sample_from_anchor": False}, "legal with it is sample_from_anchor true"),
+        ("dspark_gated", {"markov_head_type": "fir"}, "markov_head_type 'fir': expected vanilla, gated, rnn"),
+        ("dspark_rnn", {"sample_from_anchor": False}, "expected sample_from_anchor true with it"),
         ("dspark_vanilla", {"markov_rank": 4}, r"markov_w1.weight has shape \[40, 5\]"),
-        ("dspark_vanilla", {"markov_rank": 0}, "confidence head that reads 21 numbers: legal are 16"),
-        ("dflash2_windows", {"conv_kernel_size": 5}, "conv_kernel_size 5 and conv_group_size 4: legal are at most 4"),
+        ("dspark_vanilla", {"markov_rank": 0}, "confidence head that reads 21 numbers: expected 16"),
+        ("dflash2_windows", {"conv_kernel_size": 5}, "conv_kernel_size 5 and conv_group_size 4: expected at most 4"),
         ("dflash2_windows", {"conv_group_size": 3}, "and a divisor of 16"),
-        ("dflash2_windows", {"selector_top_k": 41}, "selector_top_k 41: legal are 1 to 40"),
+        ("dflash2_windows", {"selector_top_k": 41}, "selector_top_k 41: expected 1 to 40"),
         ("dflash2_windows", {"speculators_model_type": "dflash"}, "does not name here: candidate_selector"),
     ],
 )
@@ -343,5 +343,5 @@ def test_a_part_of_the_vocabulary_is_refused_for_dflash2(tmp_path):
     tensors |= {"lm_head.weight": torch.zeros(2, target.capabilities.hidden), **published.maps([1, 5], 40)}
     (folder / "config.json").write_text(json.dumps({**config, "draft_vocab_size": 2}))
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(UserError, match="drafts a part of the vocabulary: legal for dflash2 is all of it"):
+    with pytest.raises(UserError, match="drafts a part of the vocabulary: dflash2 needs all of it"):
         dflash2_backend(str(folder), target)

@@ -245,11 +245,11 @@ def test_both_layouts_of_dflash_are_one_head(tmp_path, fields, theirs):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"block_size": 1}, "has block_size 1: legal are 2 to 64"),
+        ({"block_size": 1}, "has block_size 1: expected 2 to 64"),
         ({"mask_token_id": 40}, "has mask_token_id 40: expected 0 to 39, a token of tiny-target"),
-        ({"aux_hidden_state_layer_ids": [0, 9]}, "has 7 layers: legal are different numbers from 0 to 7"),
+        ({"aux_hidden_state_layer_ids": [0, 9]}, "has 7 layers: expected different numbers from 0 to 7"),
         ({"aux_hidden_state_layer_ids": [0]}, r"fc.weight has shape \[16, 32\]"),
-        ({"speculators_model_type": "dflash2"}, "of algorithm dflash2: legal is drafter dflash2:"),
+        ({"speculators_model_type": "dflash2"}, "of algorithm dflash2: use drafter dflash2:"),
         ({"transformer_layer_config__num_hidden_layers": 1}, "layer_types|does not name here"),
     ],
 )
@@ -262,7 +262,7 @@ def test_dflash_heads_that_do_not_fit_are_refused(tmp_path, fields, words):
 def test_dflash_fields_that_change_attention_are_refused(tmp_path):
     target = tiny_target()
     folder = published.dflash(tmp_path / "head", target, original=True, attention_sink_bias=True)
-    with pytest.raises(UserError, match=r"dflash_config.attention_sink_bias True, which is not read here: legal are"):
+    with pytest.raises(UserError, match=r"dflash_config.attention_sink_bias True, which is not read here: expected"):
         DFlashBackend(str(folder), target)
 
 
@@ -441,13 +441,13 @@ def test_rows_of_another_map_are_detected(tmp_path, monkeypatch):
         ({"speculators_config__verifier__architectures": ["GemmaForCausalLM"]}, "made for GemmaForCausalLM"),
         ({"target_hidden_size": 24}, "hidden states of width 24, and those of tiny-target have 16"),
         ({"transformer_layer_config__hidden_size": 24}, "width 24"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 4, 9]}, "has 7 layers: legal are different numbers from 0 to 7"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 4, 9]}, "has 7 layers: expected different numbers from 0 to 7"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 4]}, r"fc.weight has shape \[16, 48\]"),
         ({"draft_vocab_size": 20}, r"d2t has shape \[24\]"),
-        ({"speculators_model_type": "xpress"}, "'xpress', which is not read here: legal are eagle3, peagle"),
-        ({"speculators_model_type": "peagle"}, "of algorithm peagle: legal is drafter peagle:"),
+        ({"speculators_model_type": "xpress"}, "'xpress', which is not read here: expected eagle3, peagle"),
+        ({"speculators_model_type": "peagle"}, "of algorithm peagle: use drafter peagle:"),
         ({"transformer_layer_config__hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"transformer_layer_config__model_type": "gemma2"}, "layers of type 'gemma2': legal are llama and qwen3"),
+        ({"transformer_layer_config__model_type": "gemma2"}, "layers of type 'gemma2': expected llama and qwen3"),
         ({"transformer_layer_config__num_hidden_layers": 2}, "have no layers.1"),
         ({"norm_before_fc": True}, "have no input_norm.weight"),
         ({"norm_before_fc": True, "fc_norm": True}, "expected at most one of them"),
@@ -490,7 +490,7 @@ def test_files_that_are_missing_or_pickled_are_refused(tmp_path):
     refused(f"eagle3:{tmp_path}", "config.json is missing")
     refused(f"eagle3:{tmp_path}/none", "no such file or directory")
     folder = changed(tmp_path / "head")
-    refused(f"eagle3:{folder}/config.json", "is a file: legal is the directory")
+    refused(f"eagle3:{folder}/config.json", "is a file: expected the directory")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     refused(f"eagle3:{folder}", "has pickled weights only .pytorch_model.bin.: they are refused on purpose")

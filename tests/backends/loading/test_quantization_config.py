@@ -195,7 +195,7 @@ REFUSED = {
     ),
     "no bits": ({"quant_method": "bitsandbytes"}, "it has no load_in_4bit or load_in_8bit"),
     "no bits, as an object": (transformers.BitsAndBytesConfig(), "it has no load_in_4bit or load_in_8bit"),
-    "an unknown field": ({**ROUNDED, "setp": 1}, "unknown field 'setp': legal for rounding are quant_method, step"),
+    "an unknown field": ({**ROUNDED, "setp": 1}, "unknown field 'setp': expected for rounding quant_method, step"),
 }
 
 

@@ -56,7 +56,7 @@ def read_quantization(given: Any) -> Any:
     legal = {*inspect.signature(type(made).__init__).parameters, *made.to_dict()} - {"self", "kwargs"}
     if unknown := sorted(fields.keys() - legal):
         raise UserError(
-            f"quantization_config has the unknown field {unknown[0]!r}: legal for {_method(made)} are "
+            f"quantization_config has the unknown field {unknown[0]!r}: expected for {_method(made)} "
             f"{', '.join(sorted(name for name in legal if not name.startswith('_')))}"
         )
     return made

@@ -147,7 +147,7 @@ class AssistantNet:
             if vocab % count or self._kept > count:
                 raise UserError(
                     f"the assistant {files.source!r} has num_centroids {count} and centroid_intermediate_top_k "
-                    f"{self._kept}: legal are a divisor of {vocab}, its vocabulary, and at most num_centroids"
+                    f"{self._kept}: expected a divisor of {vocab}, its vocabulary, and at most num_centroids"
                 )
             self._clusters = make_product(files, "masked_embedding.centroids", count, shape.size, target)
             self._members = _members(files, vocab, count).to(target.device)
@@ -198,14 +198,14 @@ def _shape(files: HeadFiles) -> LayerShape:
     family = given.pop("model_type", None)
     if family not in _FAMILIES:
         legal = " and ".join(_FAMILIES)
-        raise UserError(f"the assistant {files.source!r} has layers of type {family!r}: legal are {legal}")
+        raise UserError(f"the assistant {files.source!r} has layers of type {family!r}: expected {legal}")
     try:
         config = AutoConfig.for_model(family, **given)
     except Exception as cause:
         raise UserError(f"the config of the assistant {files.source!r} cannot be used: {reason(cause)}") from cause
     if config.hidden_activation != _GATE:
         raise UserError(
-            f"the assistant {files.source!r} has the activation {config.hidden_activation!r}: legal is {_GATE}"
+            f"the assistant {files.source!r} has the activation {config.hidden_activation!r}: expected {_GATE}"
         )
     windows = tuple(int(config.sliding_window) if kind == _SLIDING else None for kind in config.layer_types)
     first, sizes = config.per_layer_config[0], (config.hidden_size, config.intermediate_size)
@@ -307,7 +307,7 @@ class AssistantBackend:
         if type(target) is not HFBackend:  # its subclasses hold keys otherwise: divided, or with snapshots
             raise UserError(
                 f"the assistant {source!r} reads keys and values as backend hf holds them in one process, and "
-                f"{target.name} is on {type(target).__name__}: legal is a Gemma 4 target on backend hf"
+                f"{target.name} is on {type(target).__name__}: use a Gemma 4 target on backend hf"
             )
         files = read_head(source, "assistant")
         self._net = AssistantNet(files, target)

@@ -35,7 +35,7 @@ def states_of(files: HeadFiles, named: Any, target: SlotBackend) -> tuple[int, .
         said = "without a list of layers" if named is None else f"whose layers are {named}"
         raise UserError(
             f"the head {files.source!r}, {said}, cannot read the hidden states of {target.name}, which has {total} "
-            f"layers: legal are different numbers from 0 to {total}; take a head that was made for this target"
+            f"layers: expected different numbers from 0 to {total}; take a head that was made for this target"
         )
     return tuple(found)
 

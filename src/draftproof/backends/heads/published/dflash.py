@@ -101,7 +101,7 @@ class _Block(NamedTuple):
             said = files.nested.get("causal", config.get("is_causal"))
             causal = [window is not None if said is None else bool(said) for window in windows]
         if not isinstance(size, int) or not 2 <= size <= _LONGEST:
-            raise UserError(f"the head {files.source!r} has block_size {size!r}: legal are 2 to {_LONGEST}")
+            raise UserError(f"the head {files.source!r} has block_size {size!r}: expected 2 to {_LONGEST}")
         return cls(size, mask_token_of(files, mask, target), layers, first, tuple(map(Sight, windows, causal)))
 
 
@@ -117,7 +117,7 @@ def _refuse_strange(files: HeadFiles, more: Sequence[str]) -> None:
     if found:
         name, value = min(found.items())
         raise UserError(
-            f"the head {files.source!r} has {name} {value!r}, which is not read here: legal are {', '.join(legal)}"
+            f"the head {files.source!r} has {name} {value!r}, which is not read here: expected {', '.join(legal)}"
         )
 
 

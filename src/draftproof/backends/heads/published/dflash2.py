@@ -43,9 +43,7 @@ class DFlash2Net(DFlashNet):
     def __init__(self, files: HeadFiles, target: SlotBackend) -> None:
         super().__init__(files, target)
         if self.ids is not None:
-            raise UserError(
-                f"the head {files.source!r} drafts a part of the vocabulary: legal for dflash2 is all of it"
-            )
+            raise UserError(f"the head {files.source!r} drafts a part of the vocabulary: dflash2 needs all of it")
         self._convolutions = {
             (part, number): _Convolution(files, f"layers.{number}.{part}_conv.", self.width, self.block.size, target)
             for number in range(len(self.block.sights))
@@ -55,7 +53,7 @@ class DFlash2Net(DFlashNet):
         self._kept = files.number("selector_top_k")
         if self._kept > target.vocab_size:
             raise UserError(
-                f"the head {files.source!r} has selector_top_k {self._kept}: legal are 1 to {target.vocab_size}, the "
+                f"the head {files.source!r} has selector_top_k {self._kept}: expected 1 to {target.vocab_size}, the "
                 f"tokens of {target.name}"
             )
         table = [target.vocab_size, rank]
@@ -103,7 +101,7 @@ class _Convolution:
         taps, size = files.number("conv_kernel_size"), files.number("conv_group_size")
         if taps > block or width % size:
             raise UserError(
-                f"the head {files.source!r} has conv_kernel_size {taps} and conv_group_size {size}: legal are at most "
+                f"the head {files.source!r} has conv_kernel_size {taps} and conv_group_size {size}: expected at most "
                 f"{block}, its block_size, and a divisor of {width}, its width"
             )
         self._shape = (block, width // size, size)

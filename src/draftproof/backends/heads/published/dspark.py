@@ -58,7 +58,7 @@ class DSparkNet(DFlashNet):
             legal = self.width + (self._markov.rank if self._markov is not None and self._reads_token else 0)
             if weight.shape[1] != legal:
                 raise UserError(
-                    f"the head {files.source!r} has a confidence head that reads {weight.shape[1]} numbers: legal are "
+                    f"the head {files.source!r} has a confidence head that reads {weight.shape[1]} numbers: expected "
                     f"{self.width}, its width, and as many more as markov_rank says"
                 )
             bias = files.take("confidence_head.proj.bias", [1])
@@ -119,11 +119,11 @@ class MarkovHead:
             return None
         rank, kind = files.number("markov_rank"), files.field("markov_head_type", _VANILLA)
         if kind not in KINDS:
-            raise UserError(f"the head {files.source!r} has markov_head_type {kind!r}: legal are {', '.join(KINDS)}")
+            raise UserError(f"the head {files.source!r} has markov_head_type {kind!r}: expected {', '.join(KINDS)}")
         if kind == _RECURRENT and not whole:
             raise UserError(
-                f"the head {files.source!r} has markov_head_type {kind!r} and a first place that does not draft: legal "
-                "with it is sample_from_anchor true"
+                f"the head {files.source!r} has markov_head_type {kind!r} and a first place that does not draft: "
+                "expected sample_from_anchor true with it"
             )
         first = cast(files.take("markov_head.markov_w1.weight", [target.vocab_size, rank]), target)
         last = cast(files.take("markov_head.markov_w2.weight", [drafted, rank]), target)

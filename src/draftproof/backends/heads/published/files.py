@@ -81,7 +81,7 @@ class HeadFiles:
         """
         found = self.field(name, default)
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-            raise UserError(f"the config of the head {self.source!r} has {name} {found!r}: legal is 1 or more")
+            raise UserError(f"the config of the head {self.source!r} has {name} {found!r}: expected 1 or more")
         return found
 
     def take(self, name: str, shape: Sequence[int | None] = ()) -> Tensor:
@@ -160,14 +160,14 @@ def _folder(source: str) -> Path:
     if where.is_dir():
         return where
     if where.exists():
-        raise UserError(f"{source!r} is a file: legal is the directory or the hub id of a head, with its {CONFIG}")
+        raise UserError(f"{source!r} is a file: expected the directory or the hub id of a head, with its {CONFIG}")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(source, allow_patterns=_PATTERNS))
     except Exception as cause:
         raise UserError(
-            f"no head {source!r} here, and the hub gave none ({reason(cause)}): legal are a directory with a {CONFIG} "
+            f"no head {source!r} here, and the hub gave none ({reason(cause)}): expected a directory with a {CONFIG} "
             "and safetensors, and a hub id (with a network and without --offline, or in huggingface_hub's cache)"
         ) from cause
 
@@ -175,7 +175,7 @@ def _folder(source: str) -> Path:
 def _config(source: str, folder: Path) -> Mapping[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
-        raise UserError(f"no head in {source!r}: {CONFIG} is missing (legal is a directory or hub id of a head)")
+        raise UserError(f"no head in {source!r}: {CONFIG} is missing (expected a directory or hub id of a head)")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:
@@ -202,7 +202,7 @@ def _weight_files(source: str, folder: Path, names: Sequence[str]) -> list[Path]
             f"a pickle can run any code; {_CONVERT}"
         )
     raise UserError(
-        f"no weights in the head {source!r}: legal are {' or '.join(names)}; heads that are published as pickles "
+        f"no weights in the head {source!r}: expected {' or '.join(names)}; heads that are published as pickles "
         f"(.bin, .pt) only are refused on purpose: {_CONVERT}"
     )
 
@@ -258,9 +258,9 @@ def _refuse_other_algorithm(source: str, found: str, wanted: str) -> None:
     if found == wanted:
         return
     if found in DRAFTERS:
-        raise UserError(f"the head {source!r} is of algorithm {found}: legal is drafter {found}:{source}")
+        raise UserError(f"the head {source!r} is of algorithm {found}: use drafter {found}:{source}")
     raise UserError(
-        f"the head {source!r} has {ALGORITHM} {found!r}, which is not read here: legal are {', '.join(DRAFTERS)}"
+        f"the head {source!r} has {ALGORITHM} {found!r}, which is not read here: expected {', '.join(DRAFTERS)}"
     )
 
 
@@ -379,5 +379,5 @@ def places_of(files: HeadFiles) -> int:
     methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     found = methods[0].get("speculative_tokens", 8)
     if not isinstance(found, int) or not 1 <= found <= 64:
-        raise UserError(f"the head {files.source!r} proposes {found!r} tokens: legal are 1 to 64")
+        raise UserError(f"the head {files.source!r} proposes {found!r} tokens: expected 1 to 64")
     return found

@@ -67,7 +67,7 @@ class LayerShape:
         family = family or given.get("model_type")
         if family not in FAMILIES:
             raise UserError(
-                f"the head {files.source!r} has layers of type {family!r}: legal are {' and '.join(FAMILIES)}"
+                f"the head {files.source!r} has layers of type {family!r}: expected {' and '.join(FAMILIES)}"
             )
         given.pop("model_type", None)
         try:
@@ -77,15 +77,13 @@ class LayerShape:
         except Exception as cause:
             raise UserError(f"the config of the head {files.source!r} cannot be used: {reason(cause)}") from cause
         if config.hidden_act != "silu":
-            raise UserError(f"the head {files.source!r} has the activation {config.hidden_act!r}: legal is silu")
+            raise UserError(f"the head {files.source!r} has the activation {config.hidden_act!r}: expected silu")
         rope = (config.rope_parameters or {}).get("rope_type", "default")
         if rope not in ROPES:
-            raise UserError(
-                f"the head {files.source!r} has the rotary embedding {rope!r}: legal are {', '.join(ROPES)}"
-            )
+            raise UserError(f"the head {files.source!r} has the rotary embedding {rope!r}: expected {', '.join(ROPES)}")
         kinds = list(getattr(config, "layer_types", None) or [_FULL] * config.num_hidden_layers)
         if set(kinds) - {_FULL, _SLIDING}:
-            raise UserError(f"the head {files.source!r} has layers of kinds {kinds}: legal are {_FULL} and {_SLIDING}")
+            raise UserError(f"the head {files.source!r} has layers of kinds {kinds}: expected {_FULL} and {_SLIDING}")
         windows = tuple(config.sliding_window if kind == _SLIDING else None for kind in kinds)
         return cls(size, inner, heads, keys, dim, float(config.rms_norm_eps), int(config.vocab_size), windows, config)
 

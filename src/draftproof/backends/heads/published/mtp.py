@@ -86,7 +86,7 @@ def mtp_backend(target: SlotBackend) -> HeadBackend | StepsBackend:
     kinds = set(getattr(mtp.config, "layer_types", None) or [])
     if kinds - {"full_attention", "sliding_attention"}:
         raise UserError(
-            f"the {name} are of kinds {', '.join(sorted(kinds))}: legal are full_attention and sliding_attention"
+            f"the {name} are of kinds {', '.join(sorted(kinds))}: expected full_attention and sliding_attention"
         )
     read = natively(mtp)
     layers = [
@@ -162,5 +162,5 @@ def _check(layer: HeadBackend, mtp: Any, target: SlotBackend, name: str) -> None
     if not error < _TOLERANCE[target.dtype]:
         raise UserError(
             f"drafter mtp: the logits of the {name} differ from transformers' own by {error:.2g} here, so they cannot "
-            "draft: legal is every other drafter"
+            "draft: use another drafter"
         )

@@ -39,7 +39,7 @@ def described(model: Any, name: str) -> Any:
     if getattr(config, "mtp_use_dedicated_embeddings", False):
         raise UserError(
             f"drafter mtp: the prediction layer of {name} has an embedding of its own (mtp_use_dedicated_embeddings), "
-            "which is not read here: legal is every other drafter"
+            "which is not read here: use another drafter"
         )
     _checked(_tensors(model, name), name)
     twin = shallow(model)
@@ -71,7 +71,7 @@ def refuse_left(mtp: Any, model: Any, name: str) -> None:
     if there != read:
         raise UserError(
             f"drafter mtp: the tensors mtp.* of {name} hold {there} numbers, and its prediction layer has {read} here; "
-            "so its structure or its form of weights is another one: legal is every other drafter"
+            "so its structure or its form of weights is another one: use another drafter"
         )
 
 
@@ -106,7 +106,7 @@ def _checked(tensors: Mapping[str, Any], name: str) -> None:
     if "mtp.fc.weight" not in tensors:
         raise UserError(
             f"drafter mtp: the checkpoint of {name} has no prediction layer (no tensor mtp.fc.weight), whatever its "
-            "config says, as many conversions are published: legal is every other drafter"
+            "config says, as many conversions are published: use another drafter"
         )
     if any(each.startswith("mtp.layers.1.") for each in tensors):
         raise UserError(f"drafter mtp: the checkpoint of {name} has several layers mtp.layers.*: expected one")
@@ -114,5 +114,5 @@ def _checked(tensors: Mapping[str, Any], name: str) -> None:
     if own is not None:
         raise UserError(
             f"drafter mtp: the prediction layer of {name} has {own} beside the model's own, which is not read here: "
-            "legal is every other drafter"
+            "use another drafter"
         )
