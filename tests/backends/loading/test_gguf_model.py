@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("gguf", reason="the extra gguf is not installed")
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
 from draftproof.backends.heads.self_draft import EarlyExitBackend
+from draftproof.backends.lean.layers import _one_by_one
 from draftproof.backends.lean.native_layers import PRODUCTS, NativeLayers
 from draftproof.backends.lean.traits import UnreadError
 from draftproof.backends.loading.by_name import load_backend
@@ -50,6 +52,16 @@ GEMMA3 = {
 }
 SLIDES = {"sliding_window": 8, "query_pre_attn_scalar": 64, "head_dim": 64}
 SEVEN = {"num_hidden_layers": 7}
+GRANITE = {
+    "rms_norm_eps": 1e-5,
+    "logits_scaling": 8.0,
+    "residual_multiplier": 0.25,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.015625,
+}
+SCALED = {"logit_scale": 8.0, "residual_scale": 0.25, "embedding_scale": 12.0, "attention.scale": 0.015625}
+ROUTED, LOCAL = ({name: 8, "num_experts_per_tok": 3} for name in ("num_experts", "num_local_experts"))
+ROUTED_KEYS = {"expert_count": 8, "expert_used_count": 3}
 CASES = {
     "llama": (transformers.LlamaConfig(**BASE, **THETA, rms_norm_eps=1e-5), {}),
     "llama, tied": (transformers.LlamaConfig(**{**BASE, "tie_word_embeddings": True}, **THETA, rms_norm_eps=1e-5), {}),
@@ -66,17 +78,28 @@ CASES = {
         transformers.Gemma3TextConfig(**{**BASE, **SEVEN}, rope_parameters=GEMMA3, **SLIDES, rms_norm_eps=1e-5),
         {"block_count": 7, "attention.sliding_window": 8, "attention.key_length": 64, "attention.value_length": 64},
     ),
-    "granite": (
-        transformers.GraniteConfig(
-            **BASE,
-            **THETA,
-            rms_norm_eps=1e-5,
-            logits_scaling=8.0,
-            residual_multiplier=0.25,
-            embedding_multiplier=12.0,
-            attention_multiplier=0.015625,
+    "granite": (transformers.GraniteConfig(**BASE, **THETA, **GRANITE), SCALED),
+    "qwen3moe": (
+        transformers.Qwen3MoeConfig(
+            **BASE, **THETA, **ROUTED, rms_norm_eps=1e-5, head_dim=64, norm_topk_prob=True, moe_intermediate_size=256
         ),
-        {"logit_scale": 8.0, "residual_scale": 0.25, "embedding_scale": 12.0, "attention.scale": 0.015625},
+        {**ROUTED_KEYS, "attention.key_length": 64, "attention.value_length": 64},
+    ),
+    "qwen2moe": (
+        transformers.Qwen2MoeConfig(
+            **BASE, **THETA, **ROUTED, rms_norm_eps=1e-5, moe_intermediate_size=256, shared_expert_intermediate_size=512
+        ),
+        ROUTED_KEYS,
+    ),
+    "olmoe": (transformers.OlmoeConfig(**BASE, **THETA, **ROUTED, rms_norm_eps=1e-5), ROUTED_KEYS),
+    "llama, experts": (
+        transformers.MixtralConfig(**BASE, **THETA, **LOCAL, rms_norm_eps=1e-5, sliding_window=None),
+        ROUTED_KEYS,
+    ),
+    "granitemoe": (transformers.GraniteMoeConfig(**BASE, **THETA, **LOCAL, **GRANITE), {**ROUTED_KEYS, **SCALED}),
+    "granitemoe, shared": (
+        transformers.GraniteMoeSharedConfig(**BASE, **THETA, **LOCAL, **GRANITE, shared_intermediate_size=256),
+        {**ROUTED_KEYS, **SCALED},
     ),
     "smollm3": (transformers.SmolLM3Config(**BASE, **THETA, rms_norm_eps=1e-5), {}),
     "olmo2": (transformers.Olmo2Config(**BASE, **THETA, rms_norm_eps=1e-5), {}),
@@ -144,7 +167,7 @@ def test_logits_are_those_of_transformers_over_the_same_numbers(name, written):
     assert 1e-5 < off(logits_of(backend), expected) < 0.05, "inputs have 8 bits"
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "qwen3moe", "granitemoe, shared"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_has_the_same_bits_alone_and_among_others(name, dtype, written):
     backend = read_model(GGUFFile(written(name)[1]), name=name, dtype=dtype)
@@ -158,8 +181,9 @@ def test_a_row_has_the_same_bits_alone_and_among_others(name, dtype, written):
         assert torch.equal(output.logits, whole)
 
 
-def test_texts_are_equal_with_and_without_drafts(written):
-    backend = read_model(GGUFFile(written("llama")[1]), name="x", dtype=torch.float32)
+@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+def test_texts_are_equal_with_and_without_drafts(name, written):
+    backend = read_model(GGUFFile(written(name)[1]), name="x", dtype=torch.float32)
     model = DraftModel(EarlyExitBackend(backend, 2), vocab_size=320)
     prompt = [5, 9, 2, 7] * 4
     for temperature in (0.0, 1.0):
@@ -264,7 +288,11 @@ def test_matrices_in_floats_stand_beside_blocks(tmp_path):
     [
         ({"rope.scaling.type": "yarn"}, "the length of its training is not named"),
         ({"rope.scaling.type": "other"}, "its rotary embedding is other"),
-        ({"expert_count": 8}, "experts"),
+        ({"expert_count": 8}, "it does not name its expert_used_count"),
+        ({**ROUTED_KEYS, "expert_gating_func": 2}, "not chosen by a softmax"),
+        ({**ROUTED_KEYS, "expert_group_count": 4}, "chosen from groups"),
+        ({**ROUTED_KEYS, "expert_used_count": 9}, "chooses 9 of 8 experts"),
+        ({**ROUTED_KEYS, "expert_count": 2000}, "of at most 1024"),
         ({"attention.value_length": 32}, "another size than its keys"),
     ],
 )
@@ -353,6 +381,23 @@ def test_output_rows_and_embeddings_are_the_files_numbers(written):
         ids = torch.tensor([3, 0, 319])
         assert torch.equal(backend.output_rows(ids), model.lm_head.weight[ids])
         assert torch.equal(backend.embed(ids), model.model.embed_tokens.weight[ids])
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "qwen2moe", "granitemoe"])
+def test_layers_of_experts_in_one_call_are_those_one_by_one(name, written):
+    """As where a part of them is not native; norms of heads are then rounded otherwise, which 8 bits make larger."""
+    for activations, most in (("int8", 0.02), ("float", 1e-5)):
+        backend = read_model(GGUFFile(written(name)[1]), name=name, dtype=torch.float32, activations=activations)
+        whole = logits_of(backend)
+        assert backend.rounding == ""
+        backend.lean.run_layers = partial(_one_by_one, backend.lean.layers)
+        assert off(logits_of(backend), whole) < most
+
+
+def test_a_mixture_cannot_be_quantized_for_drafts(written):
+    backend = read_model(GGUFFile(written("qwen3moe")[1]), name="x", dtype=torch.float32, activations="float")
+    with pytest.raises(UserError, match="mixtures of experts"):
+        backend.quantized(4)
 
 
 def test_its_memory_is_counted_as_packed(written):
