@@ -43,6 +43,7 @@ _PARTS = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.sinks": "attn_sinks",
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.router": "ffn_gate_inp",
@@ -59,6 +60,7 @@ _OTHER_PARTS = {
     "gemma2": {**_POST, "pre_feedforward_layernorm": "ffn_norm"},
     "gemma3": {**_POST, "pre_feedforward_layernorm": "ffn_norm"},
     "olmo2": _POST,
+    "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
     "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
 }
 PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
@@ -75,26 +77,23 @@ def restored(rows, heads):
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _tensors(name, weight, names):
+def _tensors(name, weight, names, architecture):
     """The tensors of a file that one of a model becomes, by name, as views of the model's."""
     if name in _TOP:
         return {f"{_TOP[name]}.weight": weight}
     _, _, number, *parts = name.split(".")
     part, at = ".".join(parts), f"blk.{number}."
     if "experts." in part or "input_linear" in part:
-        stem, kind = ("shexp", "weight") if "input_linear" in part else ("exps", "weight")
-        if part.endswith("_bias"):
-            kind = "bias"
-        if "down" in part:
-            halves = {"down": weight}
-        elif "input_linear" in part:
-            halves = dict(zip(("gate", "up"), weight.chunk(2), strict=True))
+        kind, stem = ("bias" if part.endswith("_bias") else "weight"), "shexp" if "input_linear" in part else "exps"
+        if architecture == "gpt-oss":
+            weight = weight.transpose(1, 2) if kind == "weight" else weight
+            halves = weight[:, ::2], weight[:, 1::2]
         else:
-            halves = dict(zip(("gate", "up"), weight.chunk(2, 1), strict=True))
-        return {f"{at}ffn_{half}_{stem}.{kind}": view for half, view in halves.items()}
-    stem, suffix = part.rsplit(".", 1)
-    place = f"{at}{names[stem]}.{suffix}"
-    return {place: weight[0] if names[stem] == _ROUTERS[1] else weight}
+            halves = weight.chunk(2, 0 if stem == "shexp" else 1)
+        found = {"down": weight} if "down" in part else dict(zip(("gate", "up"), halves, strict=True))
+        return {f"{at}ffn_{half}_{stem}.{kind}": view for half, view in found.items()}
+    stem, suffix = (part, "weight") if part.endswith("sinks") else part.rsplit(".", 1)
+    return {f"{at}{names[stem]}.{suffix}": weight[0] if stem == "mlp.shared_expert_gate" else weight}
 
 
 def write_model(path, model, architecture, metadata, kinds=(12, 14, 8), extra=(), without=()):
@@ -124,7 +123,7 @@ def write_model(path, model, architecture, metadata, kinds=(12, 14, 8), extra=()
         if name == "lm_head.weight" and tied:
             continue
         turned = heads.get(name.split(".")[-2]) if architecture in PERMUTED else None
-        for place, view in _tensors(name, weight, names).items():
+        for place, view in _tensors(name, weight, names, architecture).items():
             if place in without:
                 continue
             is_matrix = view.dim() > 1 and place.split(".")[-2] not in _ROUTERS and place.endswith("weight")

@@ -28,11 +28,7 @@ from draftproof.native.tensors import LANES, UNITS, Interleaved, MeasuredInputs,
 
 MOST_DIM, BLOCK, PIECE = 256, 512, 1 << 14  # as in native.c
 MOST_EXPERTS = 1024  # as in native.c
-ACTIVATIONS = (
-    "silu",
-    "gelu_tanh",
-    "clamped",
-)  # of gates; the last one is gpt-oss's, with 1 added to what it multiplies
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # of gates; the last one is gpt-oss's
 NEIGHBOURS = 64  # entries of a row of logits whose maximum is taken together
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 

@@ -28,7 +28,7 @@ CASES = {
 
 
 def linear(seed, kind, dtype, *shape, bias=False):
-    """A layer with weights in blocks of a type, or plain ones; of several matrices where the shape has three numbers."""
+    """A layer with weights in blocks of a type, or plain ones; three numbers are the shape of several matrices."""
     *outs, ins = shape
     added = drawn(seed + 1, *outs, dtype=dtype) if bias else None
     if kind is None:

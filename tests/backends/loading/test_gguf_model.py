@@ -60,6 +60,8 @@ GRANITE = {
     "attention_multiplier": 0.015625,
 }
 SCALED = {"logit_scale": 8.0, "residual_scale": 0.25, "embedding_scale": 12.0, "attention.scale": 0.015625}
+OSS = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 64}
+OSS |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 ROUTED, LOCAL = ({name: 8, "num_experts_per_tok": 3} for name in ("num_experts", "num_local_experts"))
 ROUTED_KEYS = {"expert_count": 8, "expert_used_count": 3}
 CASES = {
@@ -90,6 +92,19 @@ CASES = {
             **BASE, **THETA, **ROUTED, rms_norm_eps=1e-5, moe_intermediate_size=256, shared_expert_intermediate_size=512
         ),
         ROUTED_KEYS,
+    ),
+    "gpt-oss": (
+        transformers.GptOssConfig(**BASE, **LOCAL, rope_parameters=OSS, head_dim=64, sliding_window=8),
+        {
+            **ROUTED_KEYS,
+            "attention.sliding_window": 8,
+            "attention.key_length": 64,
+            "attention.value_length": 64,
+            "rope.freq_base": 150000.0,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 32.0,
+            "rope.scaling.original_context_length": 64,
+        },
     ),
     "olmoe": (transformers.OlmoeConfig(**BASE, **THETA, **ROUTED, rms_norm_eps=1e-5), ROUTED_KEYS),
     "llama, experts": (
@@ -130,6 +145,10 @@ def written(tmp_path_factory):
         if name not in made:
             config, changes = CASES[name]
             model = random_model(config, seed=3)
+            source = torch.Generator().manual_seed(5)
+            for part, each in model.named_parameters():
+                if "bias" in part or "sinks" in part:  # they would be zeros, or nearly
+                    each.data.normal_(0.0, 0.5, generator=source)
             path = folder / f"{name.replace(', ', '-')}.gguf"
             write_model(path, model, name.split(",")[0], {**METADATA, **changes})
             made[name] = model, path
@@ -167,7 +186,7 @@ def test_logits_are_those_of_transformers_over_the_same_numbers(name, written):
     assert 1e-5 < off(logits_of(backend), expected) < 0.05, "inputs have 8 bits"
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "qwen3moe", "granitemoe, shared"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "qwen3moe", "granitemoe, shared", "gpt-oss"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_has_the_same_bits_alone_and_among_others(name, dtype, written):
     backend = read_model(GGUFFile(written(name)[1]), name=name, dtype=dtype)
@@ -181,7 +200,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(name, dtype, written):
         assert torch.equal(output.logits, whole)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "gpt-oss"])
 def test_texts_are_equal_with_and_without_drafts(name, written):
     backend = read_model(GGUFFile(written(name)[1]), name="x", dtype=torch.float32)
     model = DraftModel(EarlyExitBackend(backend, 2), vocab_size=320)
@@ -383,7 +402,7 @@ def test_output_rows_and_embeddings_are_the_files_numbers(written):
         assert torch.equal(backend.embed(ids), model.model.embed_tokens.weight[ids])
 
 
-@pytest.mark.parametrize("name", ["qwen3moe", "qwen2moe", "granitemoe"])
+@pytest.mark.parametrize("name", ["qwen3moe", "qwen2moe", "granitemoe", "gpt-oss"])
 def test_layers_of_experts_in_one_call_are_those_one_by_one(name, written):
     """As where a part of them is not native; norms of heads are then rounded otherwise, which 8 bits make larger."""
     for activations, most in (("int8", 0.02), ("float", 1e-5)):

@@ -131,10 +131,8 @@ class Architecture:
         traits = self.traits
         queries, keys = self.heads * self.head_dim, self.key_heads * self.head_dim
         widths = (queries, keys, keys) if len(traits.qkv) > 1 else (queries + 2 * keys,)
-        linear: dict[str, tuple[int, ...]] = {
-            f"self_attn.{name}": (out, hidden) for name, out in zip(traits.qkv, widths, strict=True)
-        }
-        linear["self_attn.o_proj"] = (hidden, queries)
+        linear: dict[str, tuple[int, ...]] = {"self_attn.o_proj": (hidden, queries)}
+        linear |= {f"self_attn.{name}": (out, hidden) for name, out in zip(traits.qkv, widths, strict=True)}
         if traits.experts is not None:
             linear["mlp.gate"] = (traits.experts.count, hidden)
             if traits.experts.weighed:

@@ -51,6 +51,7 @@ _IN_LAYER = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.sinks": "attn_sinks",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
@@ -85,6 +86,7 @@ class Family:
         local_base: base of the angles in layers with a window, where it is another one.
         turns: whether a layer turns queries and keys, by its number.
         whole_shares: whether the shares of a token's experts add up to 1.
+        whole_pairs: whether YaRN's bounds between high and low frequencies are whole numbers.
     """
 
     traits: Traits = LLAMA
@@ -96,6 +98,7 @@ class Family:
     local_base: float | None = None
     turns: Callable[[int], bool] | None = None
     whole_shares: bool = True
+    whole_pairs: bool = True
 
 
 _TURNED = ("q_norm", "k_norm")
@@ -114,6 +117,12 @@ _FAMILIES = {
         gemma=True,
         window_of=lambda number: number % 6 != 5,
         local_base=10000.0,
+    ),
+    "gpt-oss": Family(
+        Traits(activation="clamped", sinks=True),
+        names=((_BETWEEN, "post_attention_norm"),),
+        window_of=lambda number: number % 2 == 0,
+        whole_pairs=False,
     ),
     "granite": Family(permuted=True),
     "granitemoe": Family(permuted=True),
@@ -310,7 +319,7 @@ def _angles(
 ) -> tuple[tuple[Frequencies, ...], tuple[int, ...]]:
     """Frequencies of each kind of rotary embedding, and the kind of each layer."""
     of = keys.of_architecture
-    found, angles_of = [frequencies(keys, dim, floats)], [0] * len(windowed)
+    found, angles_of = [frequencies(keys, dim, floats, whole_pairs=family.whole_pairs)], [0] * len(windowed)
     if family.local_base is not None:
         local = float(of("rope.freq_base_swa", family.local_base))
         found.append((padded(own_frequencies(local, of("rope.dimension_count", dim)), dim), 1.0))
@@ -373,6 +382,7 @@ class _FileWeights:
         traits = architecture.traits
         parts = [f"{part}.{name}" for part, names in traits.linear.items() for name in names]
         parts += [*filter(None, traits.norms), *(f"self_attn.{name}" for name in traits.turned)]
+        parts += ["self_attn.sinks"] if traits.sinks else []
         stems = [*_TOP, *(f"model.layers.{number}.{part}" for number in range(architecture.layers) for part in parts)]
         names = {self._place(f"{stem}.{kind}"): f"{stem}.{kind}" for stem in stems for kind in ("weight", "bias")}
         return {names.get(place, place): entry for place, entry in self._file.tensors.items() if place not in FACTORS}
