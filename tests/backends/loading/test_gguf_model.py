@@ -307,11 +307,6 @@ def test_matrices_in_floats_stand_beside_blocks(tmp_path):
     [
         ({"rope.scaling.type": "yarn"}, "the length of its training is not named"),
         ({"rope.scaling.type": "other"}, "its rotary embedding is other"),
-        ({"expert_count": 8}, "it does not name its expert_used_count"),
-        ({**ROUTED_KEYS, "expert_gating_func": 2}, "not chosen by a softmax"),
-        ({**ROUTED_KEYS, "expert_group_count": 4}, "chosen from groups"),
-        ({**ROUTED_KEYS, "expert_used_count": 9}, "chooses 9 of 8 experts"),
-        ({**ROUTED_KEYS, "expert_count": 2000}, "of at most 1024"),
         ({"attention.value_length": 32}, "another size than its keys"),
     ],
 )
@@ -324,6 +319,25 @@ def test_what_is_not_known_is_left_to_transformers_and_said(changes, why, tmp_pa
     (line,) = [record.getMessage() for record in caplog.records if "full ones" in record.getMessage()]
     assert "x.gguf" in line
     assert why in line
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "why"),
+    [
+        ("llama", {"expert_count": 8}, "it does not name its expert_used_count"),
+        ("llama", {**ROUTED_KEYS, "expert_gating_func": 2}, "not chosen by a softmax"),
+        ("llama", {**ROUTED_KEYS, "expert_group_count": 4}, "chosen from groups"),
+        ("llama", {**ROUTED_KEYS, "expert_used_count": 9}, "chooses 9 of 8 experts"),
+        ("llama", {**ROUTED_KEYS, "expert_count": 2000}, "of at most 1024"),
+        ("llama", ROUTED_KEYS, "its tensors lack model.layers.0.mlp.experts.down_proj.weight"),
+        ("glm4moe", ROUTED_KEYS, "its architecture is 'glm4moe', not one of llama"),
+    ],
+)
+def test_a_mixture_that_is_not_known_is_refused_by_name(architecture, changes, why, tmp_path):
+    path = tmp_path / "x.gguf"
+    write_model(path, random_model(CASES["llama"][0]), architecture, {**METADATA, **changes})
+    with pytest.raises(UserError, match=rf"experts in x\.gguf is not read here: .*{why}.*take the model's own"):
+        in_own_numbers(GGUFFile(path), "x.gguf", LoadOptions())
 
 
 SMALL = np.ones(4, np.float32)

@@ -32,6 +32,8 @@ class Mixture:
         like: a tensor with the dtype of the rows.
 
     Attributes:
+        router: gives the logits of the experts.
+        experts: what gates and ups, and what downs of all of them are.
         arguments: for native.c; they hold addresses of tensors that are kept here.
     """
 
@@ -40,16 +42,16 @@ class Mixture:
         assert experts is not None, "the caller looked"
         assert operations is not None, "whoever reads experts wants native operations"
         self._operations = operations
-        self._router = fuse(mlp, ["gate"])
-        self._experts = tuple(_Experts(mlp.experts, names, experts.count) for names in (traits.gate_up, ("down_proj",)))
+        self.router = fuse(mlp, ["gate"])
+        self.experts = tuple(_Experts(mlp.experts, names, experts.count) for names in (traits.gate_up, ("down_proj",)))
         self._shared = _shared(mlp, traits, experts)
         self.arguments = MixtureArguments(
-            router=linear_arguments(self._router),
-            gate_up=self._experts[0].arguments,
-            down=self._experts[1].arguments,
+            router=linear_arguments(self.router),
+            gate_up=self.experts[0].arguments,
+            down=self.experts[1].arguments,
             experts=experts.count,
             chosen=experts.chosen,
-            inner=self._experts[1].ins,
+            inner=self.experts[1].ins,
             whole=experts.whole,
             activation=ACTIVATIONS.index(traits.activation),
             factor=experts.factor,

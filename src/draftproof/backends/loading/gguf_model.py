@@ -34,6 +34,7 @@ from draftproof.backends.loading.options import ACTIVATIONS, LoadOptions
 from draftproof.backends.model_info import ModelInfo
 from draftproof.backends.new_weights import misfit
 from draftproof.backends.products.packed_linear import dense, why_not_exact
+from draftproof.errors import UserError
 from draftproof.models.gguf_file import FLOATS, GGUFFile, TensorEntry, generation_config
 from draftproof.native.ggml import TYPES, StoredMatrix
 from draftproof.native.operations import MOST_EXPERTS
@@ -149,6 +150,9 @@ def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> LeanForwa
         file: opened.
         name: for errors and reports.
         options: how it is loaded.
+
+    Raises:
+        UserError: a mixture of experts that is not known here, since transformers does not read all its metadata.
     """
     dtype = options.own_dtype(torch.float32)
     if dtype is None:
@@ -156,6 +160,11 @@ def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> LeanForwa
     try:
         return read_model(file, name=name, dtype=dtype, activations=options.activations, check=options.check)
     except UnreadError as cause:
+        if file.of_architecture("expert_count"):
+            raise UserError(
+                f"the mixture of experts in {name} is not read here: {cause}; and transformers does not read all that "
+                "such a file says: take the model's own directory or hub id"
+            ) from cause
         _log.warning("the weights of %s are read as full ones, by transformers: %s", name, cause)
         return None
 
