@@ -86,6 +86,7 @@ def write_shape(path: Path, name: str) -> None:
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(chosen)
+        writer.add_expert_feed_forward_length(inner)
         writer.add_key_length(dim)
         writer.add_value_length(dim)
     write_tokens(writer)
