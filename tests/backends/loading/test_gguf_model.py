@@ -427,6 +427,14 @@ def test_layers_of_experts_in_one_call_are_those_one_by_one(name, written):
         assert off(logits_of(backend), whole) < most
 
 
+def test_a_token_reads_the_experts_that_it_chooses(written):
+    file = GGUFFile(written("qwen3moe")[1])
+    read = {name for name in file.tensors if name != "token_embd.weight"}
+    experts = [file.tensors[name].nbytes for name in read if "_exps." in name]
+    others = [file.tensors[name].nbytes for name in read if "_exps." not in name]
+    assert sum(each.nbytes for each in file.read_for_a_token) == sum(others) + sum(experts) * 3 // 8
+
+
 def test_a_mixture_cannot_be_quantized_for_drafts(written):
     backend = read_model(GGUFFile(written("qwen3moe")[1]), name="x", dtype=torch.float32, activations="float")
     with pytest.raises(UserError, match="mixtures of experts"):
