@@ -301,7 +301,16 @@ def mixture_lines(rows: dict[str, Any]) -> list[str]:
                 shares = f"{time / one:.2f}", f"{experts:.1f}", f"{read / 1e6:.0f}", f"{read / fewest:.2f}"
                 made.append([name, count, f"{time:.1f}", *shares, f"{read / time / 1e6:.1f}"])
     heads = ["file", "rows", "least ms", "of one row", "experts of a layer", "MB read", "of one row", "GB/s"]
-    return ["Mixtures of experts whose tokens choose by chance:", "", *table(heads, made), ""] if made else []
+    return (
+        [
+            "Mixtures of experts whose tokens choose by chance; the least of all turns, as the machine may be shared:",
+            "",
+            *table(heads, made),
+            "",
+        ]
+        if made
+        else []
+    )
 
 
 def page(rows: dict[str, Any], options: Any) -> Results:

@@ -95,7 +95,7 @@ class Operations:
         self._gated = function(f"gated_{suffix}", [pointer] * 2 + [number] * 4)
         self._legal = function(f"legal_{suffix}", [pointer] + [number] * 2, ctypes.c_int)
         self._attend = function(f"attend_{suffix}", [pointer, number])
-        self._mixture = function(f"mixture_{suffix}", [pointer] * 3 + [number] * 2 + [pointer, number])
+        self._mixture = function(f"mixture_{suffix}", [pointer] * 3 + [number, pointer, number])
         self._layers = function(f"layers_{suffix}", [pointer, number] + [pointer] * 5 + [number])
         self._softmax = function("softmax", [pointer] * 2 + [number] * 3)
         self._greedy = function("greedy", [pointer] * 2 + [number] * 3)
@@ -280,16 +280,16 @@ class Operations:
         return y
 
     def mixture(self, x: Float[Tensor, "tokens size"], given: MixtureArguments) -> Float[Tensor, "tokens size"]:
-        """What a mixture of experts makes of rows, whose size must be that of its weights.
+        """What a mixture of experts makes of rows.
 
         Raises:
-            ValueError: rows of another type or device.
+            ValueError: rows of another type, device or size.
         """
-        x, (tokens, size) = x.contiguous(), x.shape
-        require("x", x, self.dtype)
-        y, work = torch.empty_like(x), torch.empty(given.work(tokens, size), dtype=self.dtype)
+        x, tokens = x.contiguous(), len(x)
+        require("x", x, self.dtype, (tokens, given.size))
+        y, work = torch.empty_like(x), torch.empty(given.work(tokens), dtype=self.dtype)
         addresses = ctypes.addressof(given), x.data_ptr(), y.data_ptr()
-        self._mixture(*addresses, tokens, size, work.data_ptr(), torch.get_num_threads())
+        self._mixture(*addresses, tokens, work.data_ptr(), torch.get_num_threads())
         return y
 
     def ggml_product(

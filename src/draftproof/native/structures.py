@@ -212,13 +212,14 @@ class MixtureArguments(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, LinearArguments) for name in ("router", "gate_up", "down")),
         *((name, LinearArguments) for name in ("shared_router", "shared_gate_up", "shared_down")),
-        *((name, ctypes.c_long) for name in ("experts", "chosen", "inner", "shared_inner", "whole", "activation")),
+        *((name, ctypes.c_long) for name in ("size", "experts", "chosen", "inner", "shared_inner")),
+        *((name, ctypes.c_long) for name in ("whole", "activation")),
         ("factor", ctypes.c_float),
     ]
 
-    def work(self, tokens: int, size: int) -> int:
-        """Elements of working memory that it needs for tokens of some size."""
-        pairs = tokens * self.chosen
+    def work(self, tokens: int) -> int:
+        """Elements of working memory that it needs for some tokens."""
+        pairs, size = tokens * self.chosen, self.size
         inner = max(pairs * self.inner, tokens * self.shared_inner)
         numbers = 64 + 52 * pairs  # bytes, which are no fewer elements
         inputs = ggml_inputs_size(pairs, max(size, self.inner)) + ggml_inputs_size(tokens, max(size, self.shared_inner))
@@ -246,7 +247,7 @@ class LayerArguments(ctypes.Structure):
             inputs = max(quantized_inputs_size(tokens, widest), ggml_inputs_size(tokens, widest))
         rest = 3 * tokens * self.inner + inputs
         if self.mixture:
-            rest = max(rest, self.mixture.contents.work(tokens, self.size))
+            rest = max(rest, self.mixture.contents.work(tokens))
         return int(tokens * (self.size + 2 * heads * given.dim) + rest)
 
 

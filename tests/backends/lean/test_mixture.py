@@ -129,6 +129,13 @@ def test_a_row_has_the_same_bits_whatever_rows_and_threads_there_are(name, dtype
         torch.set_num_threads(threads)
 
 
+def test_rows_of_another_size_are_refused(dtype):
+    traits, mlp = parts("one expert", dtype)
+    mixture = Mixture(mlp, traits, torch.zeros(1, dtype=dtype))
+    with pytest.raises(ValueError, match="expected x to be"):
+        mixture(torch.zeros(2, SIZE + 1, dtype=dtype))
+
+
 def test_nan_stays_in_its_row(dtype):
     traits, mlp = parts("Q4_K and Q6_K", dtype)
     x = drawn(5, 6, SIZE, dtype=dtype)

@@ -49,6 +49,7 @@ class Mixture:
             router=linear_arguments(self.router),
             gate_up=self.experts[0].arguments,
             down=self.experts[1].arguments,
+            size=self.experts[0].ins,
             experts=experts.count,
             chosen=experts.chosen,
             inner=self.experts[1].ins,

@@ -37,7 +37,7 @@ from draftproof.backends.products.packed_linear import dense, why_not_exact
 from draftproof.errors import UserError
 from draftproof.models.gguf_file import FLOATS, GGUFFile, TensorEntry, generation_config
 from draftproof.native.ggml import TYPES, StoredMatrix
-from draftproof.native.operations import MOST_EXPERTS
+from draftproof.native.operations import MOST_EXPERTS, Operations
 
 _log = logging.getLogger(__name__)
 
@@ -249,6 +249,8 @@ def architecture_of(keys: Keys, family: Family, floats: Callable[[str], Tensor])
     dim = of("attention.key_length", width // heads)
     if of("attention.value_length", dim) != dim:
         raise UnreadError("its values have another size than its keys")
+    if family.traits.sinks and not Operations.attends(dim):
+        raise UnreadError(f"its heads have {dim} numbers and sinks, which native attention does not take")
     eps = float(_named(keys, "attention.layer_norm_rms_epsilon"))
     window = of("attention.sliding_window")
     windowed = [bool(window and family.window_of and family.window_of(number)) for number in range(layers)]

@@ -7,7 +7,7 @@ typedef struct {
   NAME(linear) router, gate_up, down; /* of gate_up and down the weights of all experts, behind one another: as
                                          `ggml_groups_product` reads them where bits are below 0, else as `rows_product` */
   NAME(linear) shared_router, shared_gate_up, shared_down; /* of an expert of all tokens; without a weight where there is none */
-  long experts, chosen, inner, shared_inner;
+  long size, experts, chosen, inner, shared_inner;
   long is_whole, activation; /* whether the shares of a token add up to 1; of the gates */
   float factor;              /* of the shares */
 } NAME(mixture);
@@ -109,9 +109,8 @@ static void NAME(share_sums)(void *given) {
 
 /* y [tokens, size] = what the experts make of x [tokens, size], by their shares; y may be x. Working memory:
    `MixtureArguments.work` of structures.py. */
-void NAME(draftproof_mixture)(const NAME(mixture) * m, const ELEM *x, ELEM *y, long tokens, long size, ELEM *work,
-                              long threads) {
-  const long pairs = tokens * m->chosen, inner = pairs * m->inner, shared_inner = tokens * m->shared_inner;
+void NAME(draftproof_mixture)(const NAME(mixture) * m, const ELEM *x, ELEM *y, long tokens, ELEM *work, long threads) {
+  const long size = m->size, pairs = tokens * m->chosen, inner = pairs * m->inner, shared_inner = tokens * m->shared_inner;
   const long widest = inner > shared_inner ? inner : shared_inner;
   ELEM *logits = work, *gates = logits + tokens * m->experts, *both = gates + tokens, *gated = both + 2 * widest;
   ELEM *outer = gated + widest, *shared = outer + pairs * size;

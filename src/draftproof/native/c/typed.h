@@ -811,7 +811,7 @@ static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, ELEM *x,
   NAME(apply_onto)(l, &l->out, a->out, x, normed, l->mixed, l->mixed_least, tokens, mixed, rest, threads);
   if (l->between) NAME(draftproof_norm)(x, l->between, normed, tokens, l->size, l->between_least, threads);
   if (l->mixture) {
-    NAME(draftproof_mixture)(l->mixture, l->between ? normed : x, normed, tokens, l->size, both, threads);
+    NAME(draftproof_mixture)(l->mixture, l->between ? normed : x, normed, tokens, both, threads);
     NAME(join)(l, x, normed, l->made, l->made_least, tokens, threads);
     return;
   }
