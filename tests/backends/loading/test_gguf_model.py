@@ -213,6 +213,8 @@ def test_texts_are_equal_with_and_without_drafts(name, written):
             (made,) = engine.generate(prompt, params)
             texts.append(made.token_ids)
             drafted.append(made.stats.num_accepted_tokens)
+            several = engine.generate([prompt[::-1], prompt, [7, 300, 41]], params)
+            assert temperature or several[1].token_ids == made.token_ids, "beside others"
         assert texts[0] == texts[1] == texts[2]
         assert drafted[1] + drafted[2] > 0
 

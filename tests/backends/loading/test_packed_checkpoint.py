@@ -319,6 +319,10 @@ def test_gpt_oss_with_experts_in_mxfp4(tmp_path):
     backend = read_packed(str(tmp_path), "x", LoadOptions(dtype="float32"))
     assert isinstance(backend.lean.run_layers, NativeLayers)
     assert 1e-5 < off(logits_of(backend), expected) < 0.05, "inputs have 8 bits"
+    short = read_packed(str(tmp_path), "x", LoadOptions())
+    assert short.dtype == torch.bfloat16
+    assert short.rounding == ""
+    assert 1e-3 < off(logits_of(short).float(), expected) < 0.1
 
 
 @pytest.mark.parametrize(
