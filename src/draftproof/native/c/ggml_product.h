@@ -31,11 +31,11 @@ static void NAME(ggml_round)(const NAME(ggml_product) * p, long row) {
       store_bytes(to->numbers + row * to->padded + start + LANES * half, v[half]);
       sum[half] = sum_of(v[half]);
       to->half_sums[2 * group + half] = scale * sum[half];
-      to->half_less[2 * group + half] = -(int32_t)sum[half];
+      to->half_less[2 * group + half] = (int32_t)-sum[half];
     }
     to->scales[group] = scale;
     to->sums[group] = scale * (sum[0] + sum[1]);
-    to->less[group] = -(int32_t)(sum[0] + sum[1]);
+    to->less[group] = (int32_t)(-sum[0] - sum[1]);
   }
 }
 
