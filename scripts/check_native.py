@@ -32,7 +32,13 @@ EMULATED = {
 INCLUDE = f"-I{ROOT / 'scripts' / 'emulate'}"
 SIMDE = Path("/usr/include/simde/x86/avx512.h")
 KINDS = ("sanitize", "emulate")
-FILES = ("native/test_native.py", "native/test_ggml.py", "native/test_rows.py", "backends/products/test_quantized.py")
+FILES = (
+    "native/test_native.py",
+    "native/test_ggml.py",
+    "native/test_rows.py",
+    "backends/lean/test_mixture.py",
+    "backends/products/test_quantized.py",
+)
 NOT_OF_CODE = {"GenuineIntel", "amx_tile", "amx_bf16"}  # without these a level's code runs all the same
 LIBRARY, LEVEL = "DRAFTPROOF_CHECK_LIBRARY", "DRAFTPROOF_CHECK_LEVEL"
 

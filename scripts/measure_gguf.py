@@ -3,11 +3,14 @@
     python scripts/measure_gguf.py [FILE ...] [--shape 1.5b ...] [--repeats 5] [--python OTHER] [--out OUT]
 
 A shape is written with random blocks of the types that stand in a Q4_K_M file: what a pass costs does not depend on
-what weights say. Tokens a second after the prompt are those of 64 tokens less those of one, with the same prompt.
+what weights say, but for mixtures, whose tokens choose experts by chance here. Tokens a second after the prompt are
+those of 64 tokens less those of one, with the same prompt.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import os
 import re
@@ -25,6 +28,8 @@ import numpy as np
 import torch
 
 from draftproof.backends.base import Feed
+from draftproof.backends.lean.layers import Lean
+from draftproof.backends.lean.mixture import Mixture
 from draftproof.backends.loading.gguf_model import read_model
 from draftproof.engine.engine import Engine
 from draftproof.models.gguf_file import GGUFFile
@@ -37,33 +42,23 @@ from draftproof.tree import TokenTree
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from support.gguf_files import SCALES, random_blocks
 
-# layers, width, inner width, heads, key heads, head size
+# layers, width, inner width, heads, key heads, head size, experts, experts of a token
 SHAPES = {
-    "0.5b": (24, 896, 4864, 14, 2, 64),
-    "1.5b": (28, 1536, 8960, 12, 2, 128),
-    "3b": (36, 2048, 11008, 16, 2, 128),
-    "7b": (28, 3584, 18944, 28, 4, 128),
+    "0.5b": (24, 896, 4864, 14, 2, 64, 0, 0),
+    "1.5b": (28, 1536, 8960, 12, 2, 128, 0, 0),
+    "3b": (36, 2048, 11008, 16, 2, 128, 0, 0),
+    "7b": (28, 3584, 18944, 28, 4, 128, 0, 0),
+    "30b-a3b": (8, 2048, 768, 32, 4, 128, 128, 8),  # of 48 layers
 }
 VOCAB = 151936
 ROWS, PROMPTS, TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12), (128, 896), 64
 Q5_0, Q8_0, Q4_K, Q6_K = 6, 8, 12, 14
 
 
-def write_shape(path: Path, name: str) -> None:
-    """A file with the shape of a Qwen2.5 model and the types of tensors that a Q4_K_M file of it has."""
-    import gguf
+def write_tokens(writer: Any) -> None:
+    """A tokenizer of bytes and of tokens without a use."""
     from tokenizers.pre_tokenizers import ByteLevel
 
-    layers, width, inner, heads, keys, dim = SHAPES[name]
-    writer = gguf.GGUFWriter(path, "qwen2")
-    writer.add_block_count(layers)
-    writer.add_context_length(32768)
-    writer.add_embedding_length(width)
-    writer.add_feed_forward_length(inner)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(keys)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1e6)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     letters = sorted(ByteLevel.alphabet())
@@ -73,10 +68,36 @@ def write_shape(path: Path, name: str) -> None:
     writer.add_token_merges([f"{letters[0]} {letters[1]}"])
     writer.add_eos_token_id(VOCAB - 1)
 
-    def matrix(name: str, outs: int, ins: int, kind: int) -> None:
+
+def write_shape(path: Path, name: str) -> None:
+    """A file with the shape of a Qwen2.5 or Qwen3 model and the types of tensors that a Q4_K_M file of it has."""
+    import gguf
+
+    layers, width, inner, heads, keys, dim, experts, chosen = SHAPES[name]
+    writer = gguf.GGUFWriter(path, "qwen3moe" if experts else "qwen2")
+    writer.add_block_count(layers)
+    writer.add_context_length(32768)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(keys)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(chosen)
+        writer.add_expert_feed_forward_length(inner)
+        writer.add_key_length(dim)
+        writer.add_value_length(dim)
+    write_tokens(writer)
+
+    blocks = functools.cache(random_blocks)  # layers may have the same numbers
+
+    def matrix(name: str, outs: int, ins: int, kind: int, count: int = 0) -> None:
         kind = kind if ins % TYPES[kind].elements == 0 else {Q4_K: Q5_0, Q6_K: Q8_0}[kind]
-        made = random_blocks(kind, outs, ins, seed=outs + ins, scale=SCALES[kind]).reshape(outs, -1)
-        writer.add_tensor(f"{name}.weight", made, raw_dtype=gguf.GGMLQuantizationType(kind))
+        made = blocks(kind, max(count, 1) * outs, ins, seed=outs + ins, scale=SCALES[kind])
+        shaped = made.reshape(*([count] if count else []), outs, -1)
+        writer.add_tensor(f"{name}.weight", shaped, raw_dtype=gguf.GGMLQuantizationType(kind))
 
     def vector(name: str, size: int, value: float) -> None:
         writer.add_tensor(name, np.full(size, value, np.float32))
@@ -91,11 +112,18 @@ def write_shape(path: Path, name: str) -> None:
             vector(f"{at}{norm}.weight", width, 1.0)
         for part, outs, kind in (("q", heads * dim, Q4_K), ("k", keys * dim, Q4_K), ("v", keys * dim, more)):
             matrix(f"{at}attn_{part}", outs, width, kind)
-            vector(f"{at}attn_{part}.bias", outs, 0.0)
+            if not experts:
+                vector(f"{at}attn_{part}.bias", outs, 0.0)
         matrix(f"{at}attn_output", width, heads * dim, Q4_K)
-        matrix(f"{at}ffn_gate", inner, width, Q4_K)
-        matrix(f"{at}ffn_up", inner, width, Q4_K)
-        matrix(f"{at}ffn_down", width, inner, more)
+        of = "_exps" if experts else ""
+        matrix(f"{at}ffn_gate{of}", inner, width, Q4_K, experts)
+        matrix(f"{at}ffn_up{of}", inner, width, Q4_K, experts)
+        matrix(f"{at}ffn_down{of}", width, inner, more, experts)
+        if experts:
+            vector(f"{at}attn_q_norm.weight", dim, 1.0)
+            vector(f"{at}attn_k_norm.weight", dim, 1.0)
+            router = np.random.default_rng(layer).standard_normal((experts, width)) / width**0.5
+            writer.add_tensor(f"{at}ffn_gate_inp.weight", router.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -108,6 +136,50 @@ def write_shape(path: Path, name: str) -> None:
 def ids_of(count: int) -> list[int]:
     """A prompt that does not repeat itself."""
     return [1 + number * 7919 % 5000 for number in range(count)]
+
+
+class Counting(Mixture):
+    """A mixture that counts the experts that rows choose.
+
+    Args:
+        mixture: of a layer.
+    """
+
+    def __init__(self, mixture: Mixture) -> None:
+        vars(self).update(vars(mixture))
+        self.found = 0
+
+    def onto(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """See `Mixture`."""
+        self.found = len(set(self.router(x).topk(self.arguments.chosen).indices.flatten().tolist()))
+        return super().onto(x, rows)
+
+    @property
+    def read(self) -> float:
+        """Bytes of their weights."""
+        return sum(each.weight.nbytes for each in self.experts) * self.found / float(self.arguments.experts)
+
+
+def experts_read(lean: Lean, run: Callable[[], object]) -> tuple[float, float]:
+    """Experts of a layer that a pass reads, on the mean, and bytes that it reads in all."""
+    whole, mixtures = lean.run_layers, [layer.mixture for layer in lean.layers if layer.mixture is not None]
+    if len(mixtures) < len(lean.layers):
+        return 0.0, 0.0
+    counting = [Counting(mixture) for mixture in mixtures]
+
+    def one_by_one(x: torch.Tensor, at: Any, masks: Any) -> torch.Tensor:
+        for layer, each in zip(lean.layers, counting, strict=True):
+            twin = copy.copy(layer)
+            twin.mixture = each
+            x = twin(x, at, masks[layer.kind])
+        return x
+
+    lean.run_layers = one_by_one
+    run()
+    lean.run_layers = whole
+    rest = [lean.head, *(product for layer in lean.layers for product in layer.products.values())]
+    read = sum(product.weight.nbytes for product in rest) + sum(each.read for each in counting)
+    return sum(each.found for each in counting) / len(counting), read
 
 
 def serve(path: str) -> None:
@@ -125,8 +197,13 @@ def serve(path: str) -> None:
         asked = json.loads(line)
         start = time.perf_counter()
         if "rows" in asked:
-            tree = TokenTree.chain(torch.tensor([5] * (asked["rows"] - 1))) if asked["rows"] > 1 else None
-            backend.forward([Feed(session, [7], tree)])
+            tree = TokenTree.chain(torch.tensor(ids_of(asked["rows"])[1:])) if asked["rows"] > 1 else None
+            run = functools.partial(backend.forward, [Feed(session, [7], tree)])
+            if asked.get("count"):
+                print(json.dumps(experts_read(backend.lean, run)), flush=True)
+                session.keep(128)
+                continue
+            run()
         else:
             params = SamplingParams(max_tokens=asked["tokens"], temperature=0, ignore_eos=True)
             engine.generate(asked["prompts"][0], params)
@@ -157,11 +234,11 @@ class Worker:
             raise SystemExit(f"an engine ended with code {self._process.wait()}")
         return line
 
-    def seconds(self, **asked: Any) -> float:
-        """What it took."""
+    def ask(self, **asked: Any) -> Any:
+        """What it answers: as a rule how many seconds it took."""
         assert self._process.stdin is not None, "piped"
         print(json.dumps(asked), file=self._process.stdin, flush=True)
-        return float(json.loads(self._line()))
+        return json.loads(self._line())
 
     def end(self) -> None:
         """Stop it."""
@@ -196,19 +273,44 @@ def measure(path: Path, options: Any) -> dict[str, Any]:
         "ours": [],
         "llama.cpp": [],
     }
+    found["experts"] = {str(rows): ours.ask(rows=rows, count=True) for rows in ROWS}
     times: dict[int, list[float]] = {rows: [] for rows in ROWS}
     for _ in range(options.repeats):
-        ours.seconds(rows=ROWS[-1])  # the other engine was at work
+        ours.ask(rows=ROWS[-1])  # the other engine was at work
         for rows in ROWS:
-            times[rows].append(ours.seconds(rows=rows))
-        found["ours"].append(speeds(ours.seconds))
+            times[rows].append(ours.ask(rows=rows))
+        found["ours"].append(speeds(ours.ask))
         if other is not None:
-            found["llama.cpp"].append(speeds(other.seconds))
+            found["llama.cpp"].append(speeds(other.ask))
     found["rows"] = {str(rows): 1000 * median(each) for rows, each in times.items()}
+    found["least"] = {str(rows): 1000 * min(each) for rows, each in times.items()}
     ours.end()
     if other is not None:
         other.end()
     return found
+
+
+def mixture_lines(rows: dict[str, Any]) -> list[str]:
+    """What passes of mixtures read."""
+    made = []
+    for name, found in rows.items():
+        (_, fewest), one = found["experts"]["1"], found["least"]["1"]
+        for count, (experts, read) in found["experts"].items():
+            time = found["least"][count]
+            if experts:
+                shares = f"{time / one:.2f}", f"{experts:.1f}", f"{read / 1e6:.0f}", f"{read / fewest:.2f}"
+                made.append([name, count, f"{time:.1f}", *shares, f"{read / time / 1e6:.1f}"])
+    heads = ["file", "rows", "least ms", "of one row", "experts of a layer", "MB read", "of one row", "GB/s"]
+    return (
+        [
+            "Mixtures of experts whose tokens choose by chance; the least of all turns, as the machine may be shared:",
+            "",
+            *table(heads, made),
+            "",
+        ]
+        if made
+        else []
+    )
 
 
 def page(rows: dict[str, Any], options: Any) -> Results:
@@ -239,6 +341,7 @@ def page(rows: dict[str, Any], options: Any) -> Results:
         "",
         *table(["file", "one row, ms", *(f"{n} rows" for n in ROWS[1:])], passes),
         "",
+        *mixture_lines(rows),
         "Memory, and seconds until a prompt of 128 tokens is read, in a process that has imported the library:",
         "",
         *table(["file", "file, MiB", "peak, MiB", "load, s"], memory),

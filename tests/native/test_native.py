@@ -181,6 +181,17 @@ def test_gates(rows, dim, activation, dtype):
     assert dtype == torch.float32 or (made == rounded).double().mean() > 0.98, "rounded where torch rounds"
 
 
+def test_gates_of_gpt_oss(dtype):
+    x = drawn(1, 9, 2 * 43, scale=8.0, dtype=dtype)
+    gate, up = x.double().chunk(2, -1)
+    assert min(gate.max(), up.max(), -up.min()) > 7
+    low = gate.clamp(max=7.0)
+    exact = low * torch.sigmoid(1.702 * low) * (up.clamp(-7.0, 7.0) + 1)
+    found = OPERATIONS[dtype].gated(x, "clamped")
+    assert close(found, exact, 1e-6, roundings=2.01)
+    assert not close(found, low * torch.sigmoid(1.702 * low) * (up + 1), 1e-6, roundings=2.01), "a bound is seen"
+
+
 @needs_native
 @pytest.mark.parametrize(("rows", "dim"), [(1, 1), (3, 15), (5, 512), (2, 513), (9, 49152)])
 def test_softmax(rows, dim):
@@ -392,6 +403,7 @@ class Case:
 
     def __init__(self, seed, *, dim, group, width, masked, dtype=torch.bfloat16, cap=0.0):
         self.cap = cap
+        self.sinks = None
         draw, self.dtype = torch.Generator().manual_seed(seed), dtype
 
         def some(low, high):
@@ -428,6 +440,7 @@ class Case:
         heads = self.group * self.key_heads
         scale = {"scale": self.dim**-0.5, "cap": self.cap}
         given = AttentionArguments.of(self.cos, self.sin, keys.shape, mask, heads=heads, **scale)
+        given.sinks = None if self.sinks is None else self.sinks.data_ptr()
         return OPERATIONS[self.dtype].attend(self.fused.clone(), given, keys, values), keys, values
 
     def fill_the_last_slot(self):
@@ -487,7 +500,9 @@ class Case:
                     scores = self.cap * (scores / self.cap).tanh()
                 if self.mask is not None:
                     scores += self.mask[row, 0, column, :count]
-                out[token, head] = scores.softmax(-1) @ values[read].double()
+                if self.sinks is not None:
+                    scores = torch.cat((scores, self.sinks[head : head + 1].double()))
+                out[token, head] = scores.softmax(-1)[:count] @ values[read].double()
         return out.flatten(1), keys, values
 
 
@@ -518,6 +533,15 @@ def test_attention(dtype, dim, group, width, masked):
         assert torch.allclose(keys, expected_keys, rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
         assert torch.equal(values, expected_values)
         assert agrees(out, expected)
+
+
+def test_sinks_take_a_share_of_attention(dtype):
+    for seed, scale in ((1, 1.0), (2, 30.0)):  # also where the sink is far above all scores, or below
+        case = Case(seed, dim=64, group=3, width=9, masked=seed == 2, dtype=dtype)
+        without = case.run()[0]
+        case.sinks = drawn(seed, 3 * case.key_heads, scale=scale, dtype=torch.float32)
+        assert agrees(case.run()[0], case.expected()[0])
+        assert not agrees(without, case.expected()[0]), "sinks that are left out are seen"
 
 
 @pytest.mark.parametrize("masked", [False, True])

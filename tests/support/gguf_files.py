@@ -1,5 +1,7 @@
 """GGUF files for tests: random blocks, and models of transformers with their weights in blocks."""
 
+import math
+
 import numpy as np
 
 HALVES = {2: [0], 3: [0, 2], 6: [0], 7: [0, 2], 8: [0], 10: [80, 82], 11: [108], 12: [0, 2], 13: [0, 2], 14: [208]}
@@ -41,6 +43,15 @@ _PARTS = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.sinks": "attn_sinks",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "shared_mlp.output_linear": "ffn_down_shexp",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
@@ -49,9 +60,11 @@ _OTHER_PARTS = {
     "gemma2": {**_POST, "pre_feedforward_layernorm": "ffn_norm"},
     "gemma3": {**_POST, "pre_feedforward_layernorm": "ffn_norm"},
     "olmo2": _POST,
+    "gpt-oss": {"post_attention_layernorm": "post_attention_norm"},
     "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
 }
-PERMUTED = ("llama", "granite", "smollm3")
+PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
+_ROUTERS = ("ffn_gate_inp", "ffn_gate_inp_shexp")  # which are never written in blocks
 
 
 def permuted(rows, heads):
@@ -62,6 +75,25 @@ def permuted(rows, heads):
 def restored(rows, heads):
     """The inverse of `permuted`."""
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _tensors(name, weight, names, architecture):
+    """The tensors of a file that one of a model becomes, by name, as views of the model's."""
+    if name in _TOP:
+        return {f"{_TOP[name]}.weight": weight}
+    _, _, number, *parts = name.split(".")
+    part, at = ".".join(parts), f"blk.{number}."
+    if "experts." in part or "input_linear" in part:
+        kind, stem = ("bias" if part.endswith("_bias") else "weight"), "shexp" if "input_linear" in part else "exps"
+        if architecture == "gpt-oss":
+            weight = weight.transpose(1, 2) if kind == "weight" else weight
+            halves = weight[:, ::2], weight[:, 1::2]
+        else:
+            halves = weight.chunk(2, 0 if stem == "shexp" else 1)
+        found = {"down": weight} if "down" in part else dict(zip(("gate", "up"), halves, strict=True))
+        return {f"{at}ffn_{half}_{stem}.{kind}": view for half, view in found.items()}
+    stem, suffix = (part, "weight") if part.endswith("sinks") else part.rsplit(".", 1)
+    return {f"{at}{names[stem]}.{suffix}": weight[0] if stem == "mlp.shared_expert_gate" else weight}
 
 
 def write_model(path, model, architecture, metadata, kinds=(12, 14, 8), extra=(), without=()):
@@ -90,23 +122,23 @@ def write_model(path, model, architecture, metadata, kinds=(12, 14, 8), extra=()
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and tied:
             continue
-        stem, suffix = name.rsplit(".", 1)
-        place = _TOP.get(name) or "blk.{}.{}".format(stem.split(".")[2], names[".".join(stem.split(".")[3:])])
-        turned = heads.get(stem.split(".")[-1]) if architecture in PERMUTED else None
-        if f"{place}.{suffix}" in without:
-            continue
-        content = weight.numpy()
-        if weight.dim() == 2 and (kind := kinds[number % len(kinds)]) is not None:
-            blocks = random_blocks(kind, *weight.shape, seed=number, scale=SCALES[kind])
-            blocks = blocks.reshape(weight.shape[0], -1)
-            numbers = quants.dequantize(blocks, GGMLQuantizationType(kind)).reshape(weight.shape)
-            weight.copy_(torch.from_numpy(restored(numbers, turned) if turned else numbers))
-            writer.add_tensor(f"{place}.{suffix}", blocks, raw_dtype=GGMLQuantizationType(kind))
-        else:
-            if architecture.startswith("gemma") and "norm" in name:
-                content = content + 1
-            writer.add_tensor(f"{place}.{suffix}", permuted(content, turned) if turned else content)
-        number += weight.dim() == 2
+        turned = heads.get(name.split(".")[-2]) if architecture in PERMUTED else None
+        for place, view in _tensors(name, weight, names, architecture).items():
+            if place in without:
+                continue
+            is_matrix = view.dim() > 1 and place.split(".")[-2] not in _ROUTERS and place.endswith("weight")
+            if is_matrix and (kind := kinds[number % len(kinds)]) is not None:
+                *outs, ins = view.shape
+                blocks = random_blocks(kind, math.prod(outs), ins, seed=number, scale=SCALES[kind]).reshape(*outs, -1)
+                numbers = quants.dequantize(blocks, GGMLQuantizationType(kind)).reshape(view.shape)
+                view.copy_(torch.from_numpy(restored(numbers, turned) if turned else numbers))
+                writer.add_tensor(place, blocks, raw_dtype=GGMLQuantizationType(kind))
+            else:
+                content = np.ascontiguousarray(view.numpy())
+                if architecture.startswith("gemma") and "norm" in name:
+                    content = content + 1
+                writer.add_tensor(place, permuted(content, turned) if turned else content)
+            number += is_matrix
     for name, content in extra:
         writer.add_tensor(name, content)
     writer.write_header_to_file()

@@ -10,7 +10,7 @@ import math
 import mmap
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +129,14 @@ class GGUFFile:
 
     @property
     def read_for_a_token(self) -> list[TensorEntry]:
-        """All tensors but the embedding, where the output layer has a table of its own."""
+        """All tensors but the embedding, where the output layer has a table of its own; of experts those of a token."""
         left = "token_embd.weight" if "output.weight" in self.tensors else ""
-        return [entry for name, entry in self.tensors.items() if name != left]
+        chosen = self.of_architecture("expert_used_count")
+        return [
+            replace(entry, shape=(chosen, *entry.shape[1:])) if chosen and "_exps." in name else entry
+            for name, entry in self.tensors.items()
+            if name != left
+        ]
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the metadata."""

@@ -55,6 +55,9 @@ TYPES = {
 }
 """By the number that files have for a type (gguf.GGMLQuantizationType)."""
 
+MXFP4 = 39
+"""The type of gpt-oss's experts."""
+
 WORDS = {32: 1032, 64: 1064, 128: 1128}
 """Types of our own for GPTQ and AWQ, by the inputs of a group: 4 bits, a float16 scale, the number for 0."""
 
@@ -154,16 +157,19 @@ class GGMLWeight:
     Attributes:
         segments: of outputs that follow one another; types may differ, and all but the last have multiples of 16.
         ins: number of inputs.
+        matrices: how many of this form lie behind one another in the blocks of each segment.
     """
 
     segments: tuple[Segment, ...]
     ins: int
+    matrices: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.segments) <= GGML_SEGMENTS or any(each.outs % LANES for each in self.segments[:-1]):
             raise ValueError(f"{len(self.segments)} segments of {[each.outs for each in self.segments]} outputs")
         for each in self.segments:
-            require("blocks", each.blocks, torch.uint8, repacked_shape(each.outs, self.ins, each.type))
+            count, size = repacked_shape(each.outs, self.ins, each.type)
+            require("blocks", each.blocks, torch.uint8, (self.matrices * count, size))
 
     def __deepcopy__(self, memo: object) -> GGMLWeight:
         return self  # C has its addresses, and nothing changes it
@@ -193,9 +199,15 @@ class GGMLWeight:
         return ctypes.addressof(self._given), -1, 0
 
     @classmethod
-    def joined(cls, parts: Sequence[GGMLWeight]) -> GGMLWeight:
-        """Several weights with the same inputs as one; `why_not_joined` must be None."""
-        return cls(tuple(each for part in parts for each in part.segments), parts[0].ins)
+    def joined(cls, parts: Sequence[GGMLWeight], matrices: int = 1) -> GGMLWeight:
+        """Several weights with the same inputs as one, or as several of one form; `why_not_joined` must be None.
+
+        Args:
+            parts: the weights.
+            matrices: how many matrices each part holds, behind one another.
+        """
+        segments = (replace(each, outs=each.outs // matrices) for part in parts for each in part.segments)
+        return cls(tuple(segments), parts[0].ins, matrices)
 
 
 def why_not_joined(matrices: Sequence[StoredMatrix]) -> str | None:

@@ -17,11 +17,18 @@ from jaxtyping import Float, Float32, Float64, Int, Int64
 from torch import Tensor
 
 from draftproof.native.ggml import LAYOUTS, GGMLWeight, Segment, StoredMatrix, repacked_shape
-from draftproof.native.structures import AttentionArguments, LayerArguments, ggml_inputs_size, quantized_inputs_size
+from draftproof.native.structures import (
+    AttentionArguments,
+    LayerArguments,
+    MixtureArguments,
+    ggml_inputs_size,
+    quantized_inputs_size,
+)
 from draftproof.native.tensors import LANES, UNITS, Interleaved, MeasuredInputs, Quantized, require, require_quantizable
 
 MOST_DIM, BLOCK, PIECE = 256, 512, 1 << 14  # as in native.c
-ACTIVATIONS = ("silu", "gelu_tanh")  # of gates
+MOST_EXPERTS = 1024  # as in native.c
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # of gates; the last one is gpt-oss's
 NEIGHBOURS = 64  # entries of a row of logits whose maximum is taken together
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 
@@ -88,6 +95,7 @@ class Operations:
         self._gated = function(f"gated_{suffix}", [pointer] * 2 + [number] * 4)
         self._legal = function(f"legal_{suffix}", [pointer] + [number] * 2, ctypes.c_int)
         self._attend = function(f"attend_{suffix}", [pointer, number])
+        self._mixture = function(f"mixture_{suffix}", [pointer] * 3 + [number, pointer, number])
         self._layers = function(f"layers_{suffix}", [pointer, number] + [pointer] * 5 + [number])
         self._softmax = function("softmax", [pointer] * 2 + [number] * 3)
         self._greedy = function("greedy", [pointer] * 2 + [number] * 3)
@@ -269,6 +277,19 @@ class Operations:
         sizes = len(groups), outs, ins, bits, group, weight.blocks.stride(0)
         addresses = x.data_ptr(), weight.blocks.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
         self._quantized_rows_product(*addresses, given, *sizes, memory.data_ptr(), torch.get_num_threads())
+        return y
+
+    def mixture(self, x: Float[Tensor, "tokens size"], given: MixtureArguments) -> Float[Tensor, "tokens size"]:
+        """What a mixture of experts makes of rows.
+
+        Raises:
+            ValueError: rows of another type, device or size.
+        """
+        x, tokens = x.contiguous(), len(x)
+        require("x", x, self.dtype, (tokens, given.size))
+        y, work = torch.empty_like(x), torch.empty(given.work(tokens), dtype=self.dtype)
+        addresses = ctypes.addressof(given), x.data_ptr(), y.data_ptr()
+        self._mixture(*addresses, tokens, work.data_ptr(), torch.get_num_threads())
         return y
 
     def ggml_product(

@@ -84,7 +84,7 @@ class AttentionArguments(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("fused", "cos", "sin", "keys", "values", "places", "visible", "mask")),
-        *((name, ctypes.c_void_p) for name in ("out", "scratch")),
+        *((name, ctypes.c_void_p) for name in ("out", "scratch", "sinks")),
         *((name, ctypes.c_long) for name in ("rows", "tokens", "heads", "key_heads", "dim", "capacity", "horizon")),
         *((name, ctypes.c_long) for name in ("angles", "columns", "scratch_size", "copied", "divided")),
         ("scale", ctypes.c_float),
@@ -206,13 +206,34 @@ class GGMLArguments(ctypes.Structure):
     _fields_: ClassVar = [("count", ctypes.c_long), ("of", _GGMLSegment * GGML_SEGMENTS)]
 
 
+class MixtureArguments(ctypes.Structure):
+    """The C structure `mixture` of mixture.h: a mixture of experts; it holds addresses."""
+
+    _fields_: ClassVar = [
+        *((name, LinearArguments) for name in ("router", "gate_up", "down")),
+        *((name, LinearArguments) for name in ("shared_router", "shared_gate_up", "shared_down")),
+        *((name, ctypes.c_long) for name in ("size", "experts", "chosen", "inner", "shared_inner")),
+        *((name, ctypes.c_long) for name in ("whole", "activation")),
+        ("factor", ctypes.c_float),
+    ]
+
+    def work(self, tokens: int) -> int:
+        """Elements of working memory that it needs for some tokens."""
+        pairs, size = tokens * self.chosen, self.size
+        inner = max(pairs * self.inner, tokens * self.shared_inner)
+        numbers = 64 + 52 * pairs  # bytes, which are no fewer elements
+        inputs = ggml_inputs_size(pairs, max(size, self.inner)) + ggml_inputs_size(tokens, max(size, self.shared_inner))
+        return int(tokens * (self.experts + 1 + size) + 3 * inner + pairs * size + numbers + inputs)
+
+
 class LayerArguments(ctypes.Structure):
     """The C structure `layer` of typed.h: a decoder layer; it holds addresses."""
 
     _fields_: ClassVar = [
         *((name, LinearArguments) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("before", "mixed", "between", "made", "turned")),
-        *((name, ctypes.c_long) for name in ("size", "inner", "whole", "gelu")),
+        *((name, ctypes.c_void_p) for name in ("before", "mixed", "between", "made", "turned", "sinks")),
+        ("mixture", ctypes.POINTER(MixtureArguments)),
+        *((name, ctypes.c_long) for name in ("size", "inner", "whole", "activation")),
         *((f"{name}_least", ctypes.c_float) for name in ("before", "mixed", "between", "made", "turned")),
         ("factor", ctypes.c_float),
     ]
@@ -224,7 +245,10 @@ class LayerArguments(ctypes.Structure):
         if any(getattr(self, name).bits for name in ("qkv", "out", "gate_up", "down")):
             widest = max(self.size, self.inner, given.heads * given.dim)
             inputs = max(quantized_inputs_size(tokens, widest), ggml_inputs_size(tokens, widest))
-        return int(tokens * (self.size + 2 * heads * given.dim + 3 * self.inner) + inputs)
+        rest = 3 * tokens * self.inner + inputs
+        if self.mixture:
+            rest = max(rest, self.mixture.contents.work(tokens))
+        return int(tokens * (self.size + 2 * heads * given.dim) + rest)
 
 
 def quantized_inputs_size(rows: int, ins: int) -> int:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("gguf", reason="the extra gguf is not installed")
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
 from draftproof.backends.heads.self_draft import EarlyExitBackend
+from draftproof.backends.lean.layers import _one_by_one
 from draftproof.backends.lean.native_layers import PRODUCTS, NativeLayers
 from draftproof.backends.lean.traits import UnreadError
 from draftproof.backends.loading.by_name import load_backend
@@ -50,6 +52,18 @@ GEMMA3 = {
 }
 SLIDES = {"sliding_window": 8, "query_pre_attn_scalar": 64, "head_dim": 64}
 SEVEN = {"num_hidden_layers": 7}
+GRANITE = {
+    "rms_norm_eps": 1e-5,
+    "logits_scaling": 8.0,
+    "residual_multiplier": 0.25,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.015625,
+}
+SCALED = {"logit_scale": 8.0, "residual_scale": 0.25, "embedding_scale": 12.0, "attention.scale": 0.015625}
+OSS = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 64}
+OSS |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+ROUTED, LOCAL = ({name: 8, "num_experts_per_tok": 3} for name in ("num_experts", "num_local_experts"))
+ROUTED_KEYS = {"expert_count": 8, "expert_used_count": 3}
 CASES = {
     "llama": (transformers.LlamaConfig(**BASE, **THETA, rms_norm_eps=1e-5), {}),
     "llama, tied": (transformers.LlamaConfig(**{**BASE, "tie_word_embeddings": True}, **THETA, rms_norm_eps=1e-5), {}),
@@ -66,17 +80,41 @@ CASES = {
         transformers.Gemma3TextConfig(**{**BASE, **SEVEN}, rope_parameters=GEMMA3, **SLIDES, rms_norm_eps=1e-5),
         {"block_count": 7, "attention.sliding_window": 8, "attention.key_length": 64, "attention.value_length": 64},
     ),
-    "granite": (
-        transformers.GraniteConfig(
-            **BASE,
-            **THETA,
-            rms_norm_eps=1e-5,
-            logits_scaling=8.0,
-            residual_multiplier=0.25,
-            embedding_multiplier=12.0,
-            attention_multiplier=0.015625,
+    "granite": (transformers.GraniteConfig(**BASE, **THETA, **GRANITE), SCALED),
+    "qwen3moe": (
+        transformers.Qwen3MoeConfig(
+            **BASE, **THETA, **ROUTED, rms_norm_eps=1e-5, head_dim=64, norm_topk_prob=True, moe_intermediate_size=256
         ),
-        {"logit_scale": 8.0, "residual_scale": 0.25, "embedding_scale": 12.0, "attention.scale": 0.015625},
+        {**ROUTED_KEYS, "attention.key_length": 64, "attention.value_length": 64},
+    ),
+    "qwen2moe": (
+        transformers.Qwen2MoeConfig(
+            **BASE, **THETA, **ROUTED, rms_norm_eps=1e-5, moe_intermediate_size=256, shared_expert_intermediate_size=512
+        ),
+        ROUTED_KEYS,
+    ),
+    "gpt-oss": (
+        transformers.GptOssConfig(**BASE, **LOCAL, rope_parameters=OSS, head_dim=64, sliding_window=8),
+        {
+            **ROUTED_KEYS,
+            "attention.sliding_window": 8,
+            "attention.key_length": 64,
+            "attention.value_length": 64,
+            "rope.freq_base": 150000.0,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 32.0,
+            "rope.scaling.original_context_length": 64,
+        },
+    ),
+    "olmoe": (transformers.OlmoeConfig(**BASE, **THETA, **ROUTED, rms_norm_eps=1e-5), ROUTED_KEYS),
+    "llama, experts": (
+        transformers.MixtralConfig(**BASE, **THETA, **LOCAL, rms_norm_eps=1e-5, sliding_window=None),
+        ROUTED_KEYS,
+    ),
+    "granitemoe": (transformers.GraniteMoeConfig(**BASE, **THETA, **LOCAL, **GRANITE), {**ROUTED_KEYS, **SCALED}),
+    "granitemoe, shared": (
+        transformers.GraniteMoeSharedConfig(**BASE, **THETA, **LOCAL, **GRANITE, shared_intermediate_size=256),
+        {**ROUTED_KEYS, **SCALED},
     ),
     "smollm3": (transformers.SmolLM3Config(**BASE, **THETA, rms_norm_eps=1e-5), {}),
     "olmo2": (transformers.Olmo2Config(**BASE, **THETA, rms_norm_eps=1e-5), {}),
@@ -107,6 +145,10 @@ def written(tmp_path_factory):
         if name not in made:
             config, changes = CASES[name]
             model = random_model(config, seed=3)
+            source = torch.Generator().manual_seed(5)
+            for part, each in model.named_parameters():
+                if "bias" in part or "sinks" in part:  # they would be zeros, or nearly
+                    each.data.normal_(0.0, 0.5, generator=source)
             path = folder / f"{name.replace(', ', '-')}.gguf"
             write_model(path, model, name.split(",")[0], {**METADATA, **changes})
             made[name] = model, path
@@ -144,7 +186,7 @@ def test_logits_are_those_of_transformers_over_the_same_numbers(name, written):
     assert 1e-5 < off(logits_of(backend), expected) < 0.05, "inputs have 8 bits"
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "qwen3moe", "granitemoe, shared", "gpt-oss"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_has_the_same_bits_alone_and_among_others(name, dtype, written):
     backend = read_model(GGUFFile(written(name)[1]), name=name, dtype=dtype)
@@ -158,8 +200,9 @@ def test_a_row_has_the_same_bits_alone_and_among_others(name, dtype, written):
         assert torch.equal(output.logits, whole)
 
 
-def test_texts_are_equal_with_and_without_drafts(written):
-    backend = read_model(GGUFFile(written("llama")[1]), name="x", dtype=torch.float32)
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "gpt-oss"])
+def test_texts_are_equal_with_and_without_drafts(name, written):
+    backend = read_model(GGUFFile(written(name)[1]), name="x", dtype=torch.float32)
     model = DraftModel(EarlyExitBackend(backend, 2), vocab_size=320)
     prompt = [5, 9, 2, 7] * 4
     for temperature in (0.0, 1.0):
@@ -170,6 +213,8 @@ def test_texts_are_equal_with_and_without_drafts(written):
             (made,) = engine.generate(prompt, params)
             texts.append(made.token_ids)
             drafted.append(made.stats.num_accepted_tokens)
+            several = engine.generate([prompt[::-1], prompt, [7, 300, 41]], params)
+            assert temperature or several[1].token_ids == made.token_ids, "beside others"
         assert texts[0] == texts[1] == texts[2]
         assert drafted[1] + drafted[2] > 0
 
@@ -264,7 +309,6 @@ def test_matrices_in_floats_stand_beside_blocks(tmp_path):
     [
         ({"rope.scaling.type": "yarn"}, "the length of its training is not named"),
         ({"rope.scaling.type": "other"}, "its rotary embedding is other"),
-        ({"expert_count": 8}, "experts"),
         ({"attention.value_length": 32}, "another size than its keys"),
     ],
 )
@@ -277,6 +321,25 @@ def test_what_is_not_known_is_left_to_transformers_and_said(changes, why, tmp_pa
     (line,) = [record.getMessage() for record in caplog.records if "full ones" in record.getMessage()]
     assert "x.gguf" in line
     assert why in line
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "why"),
+    [
+        ("llama", {"expert_count": 8}, "it does not name its expert_used_count"),
+        ("llama", {**ROUTED_KEYS, "expert_gating_func": 2}, "not chosen by a softmax"),
+        ("llama", {**ROUTED_KEYS, "expert_group_count": 4}, "chosen from groups"),
+        ("llama", {**ROUTED_KEYS, "expert_used_count": 9}, "chooses 9 of 8 experts"),
+        ("llama", {**ROUTED_KEYS, "expert_count": 2000}, "of at most 1024"),
+        ("llama", ROUTED_KEYS, "its tensors lack model.layers.0.mlp.experts.down_proj.weight"),
+        ("glm4moe", ROUTED_KEYS, "its architecture is 'glm4moe', not one of llama"),
+    ],
+)
+def test_a_mixture_that_is_not_known_is_refused_by_name(architecture, changes, why, tmp_path):
+    path = tmp_path / "x.gguf"
+    write_model(path, random_model(CASES["llama"][0]), architecture, {**METADATA, **changes})
+    with pytest.raises(UserError, match=rf"experts in x\.gguf is not read here: .*{why}.*take the model's own"):
+        in_own_numbers(GGUFFile(path), "x.gguf", LoadOptions())
 
 
 SMALL = np.ones(4, np.float32)
@@ -353,6 +416,31 @@ def test_output_rows_and_embeddings_are_the_files_numbers(written):
         ids = torch.tensor([3, 0, 319])
         assert torch.equal(backend.output_rows(ids), model.lm_head.weight[ids])
         assert torch.equal(backend.embed(ids), model.model.embed_tokens.weight[ids])
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "qwen2moe", "granitemoe", "gpt-oss"])
+def test_layers_of_experts_in_one_call_are_those_one_by_one(name, written):
+    """As where a part of them is not native; norms of heads are then rounded otherwise, which 8 bits make larger."""
+    for activations, most in (("int8", 0.02), ("float", 1e-5)):
+        backend = read_model(GGUFFile(written(name)[1]), name=name, dtype=torch.float32, activations=activations)
+        whole = logits_of(backend)
+        assert backend.rounding == ""
+        backend.lean.run_layers = partial(_one_by_one, backend.lean.layers)
+        assert off(logits_of(backend), whole) < most
+
+
+def test_a_token_reads_the_experts_that_it_chooses(written):
+    file = GGUFFile(written("qwen3moe")[1])
+    read = {name for name in file.tensors if name != "token_embd.weight"}
+    experts = [file.tensors[name].nbytes for name in read if "_exps." in name]
+    others = [file.tensors[name].nbytes for name in read if "_exps." not in name]
+    assert sum(each.nbytes for each in file.read_for_a_token) == sum(others) + sum(experts) * 3 // 8
+
+
+def test_a_mixture_cannot_be_quantized_for_drafts(written):
+    backend = read_model(GGUFFile(written("qwen3moe")[1]), name="x", dtype=torch.float32, activations="float")
+    with pytest.raises(UserError, match="mixtures of experts"):
+        backend.quantized(4)
 
 
 def test_its_memory_is_counted_as_packed(written):

@@ -45,6 +45,51 @@ CONFIGS = {
 }
 
 
+OSS = {
+    **SHAPE,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 64,
+    "sliding_window": 6,
+    "num_hidden_layers": 3,
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def oss_checkpoint(folder, **changes):
+    """A gpt-oss checkpoint with experts in MXFP4, and the model of transformers with the weights that it stands for."""
+    config = transformers.GptOssConfig(**{**OSS, **changes})
+    model, source, tensors = random_model(config, seed=5), torch.Generator().manual_seed(1), {}
+    for name, weight in model.state_dict().items():
+        if "experts" in name and not name.endswith("bias"):
+            experts, ins, outs = weight.shape
+            numbers = torch.randint(0, 16, (experts, outs, ins // 32, 32), generator=source, dtype=torch.uint8)
+            scales = torch.randint(119, 123, (experts, outs, ins // 32), generator=source, dtype=torch.uint8)
+            exact = E2M1[numbers.long()] * torch.exp2(scales.float() - 127).unsqueeze(-1)
+            weight.copy_(exact.flatten(2).transpose(1, 2))
+            tensors |= {f"{name}_blocks": numbers[..., ::2] | numbers[..., 1::2] << 4, f"{name}_scales": scales}
+            continue
+        if "bias" in name or "sinks" in name:  # they would be zeros, or nearly
+            weight.normal_(0.0, 0.5, generator=source)
+        tensors[name] = weight.clone()
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    model.config.save_pretrained(folder)
+    del model.config.quantization_config
+    return model
+
+
 def words(numbers):
     """Eight numbers of 4 bits in each int32, along the last axis."""
     found = (numbers.to(torch.int64).unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1)
@@ -263,3 +308,32 @@ def test_scales_and_groups_that_cannot_be_exact_are_refused():
         grouped(numbers, zeros, torch.full((16, 1), 1e-9, dtype=torch.bfloat16), torch.float32)
     with pytest.raises(UnreadError, match="its groups have 16 inputs, not 32, 64, 128"):
         grouped(numbers, zeros.expand(16, 4), torch.ones(16, 4), torch.float32)
+
+
+def test_gpt_oss_with_experts_in_mxfp4(tmp_path):
+    model = oss_checkpoint(tmp_path)
+    with torch.inference_mode():
+        expected = model(torch.tensor([IDS])).logits[0]
+    options = LoadOptions(dtype="float32", activations="float")
+    assert off(logits_of(read_packed(str(tmp_path), "x", options)), expected) < 1e-5
+    backend = read_packed(str(tmp_path), "x", LoadOptions(dtype="float32"))
+    assert isinstance(backend.lean.run_layers, NativeLayers)
+    assert 1e-5 < off(logits_of(backend), expected) < 0.05, "inputs have 8 bits"
+    short = read_packed(str(tmp_path), "x", LoadOptions())
+    assert short.dtype == torch.bfloat16
+    assert short.rounding == ""
+    assert 1e-3 < off(logits_of(short).float(), expected) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"layer_types": ["full_attention"] * 3}, "not every second one"),
+        ({"swiglu_limit": 5.0}, "its gates have other numbers"),
+        ({"rope_parameters": {**OSS["rope_parameters"], "truncate": True}}, "whole bounds"),
+    ],
+)
+def test_gpt_oss_with_other_parts_is_left_to_transformers(changes, why, tmp_path, caplog):
+    oss_checkpoint(tmp_path, **changes)
+    assert read_packed(str(tmp_path), "x", LoadOptions()) is None
+    assert why in caplog.text

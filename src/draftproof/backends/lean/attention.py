@@ -133,17 +133,19 @@ class Attention(Protocol):
         ...
 
 
-def attention(heads: Heads, like: Tensor, *, pack: bool) -> Attention:
+def attention(heads: Heads, like: Tensor, sinks: Float[Tensor, " queries"] | None = None, *, pack: bool) -> Attention:
     """The fastest available implementation.
 
     Args:
         heads: of the layer.
         like: a weight, for its dtype and device.
+        sinks: scores without a value, which only the native implementation knows.
         pack: whether an implementation that needs a memory layout for the CPU may be chosen.
     """
     operations = native.operations_for(like) if pack else None
     if operations is not None and operations.attends(heads.dim):
-        return NativeAttention(heads, operations)
+        return NativeAttention(heads, operations, sinks)
+    assert sinks is None, "whoever reads sinks wants native operations"
     return TorchAttention(heads)
 
 
@@ -291,11 +293,13 @@ class NativeAttention:
     Args:
         heads: of the layer.
         operations: of this machine.
+        sinks: of each query head a score that takes a share without giving a value.
     """
 
-    def __init__(self, heads: Heads, operations: Operations) -> None:
+    def __init__(self, heads: Heads, operations: Operations, sinks: Float[Tensor, " queries"] | None = None) -> None:
         self.heads = heads
         self.operations = operations
+        self._sinks = sinks
 
     def mask(self, layout: Layout, window: int | None, dtype: torch.dtype) -> PassMask:
         """The number of leading slots that each token may read, and a mask over them where that is not enough."""
@@ -323,4 +327,5 @@ class NativeAttention:
         heads = self.heads
         keys, values = at.cache.buffers(layer, heads.keys, heads.dim, fused)
         given = arguments(heads, at, keys.shape, mask)
+        given.sinks = None if self._sinks is None else self._sinks.data_ptr()
         return self.operations.attend(fused, given, keys, values)

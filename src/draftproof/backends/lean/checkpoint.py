@@ -129,17 +129,24 @@ class Architecture:
             vocab: tokens of the vocabulary.
         """
         traits = self.traits
-        first = weights.get(f"model.layers.0.mlp.{traits.gate_up[0]}.weight")
-        gates = 0 if first is None else int(first.shape[0])
-        inner = gates if len(traits.gate_up) > 1 else gates // 2
         queries, keys = self.heads * self.head_dim, self.key_heads * self.head_dim
         widths = (queries, keys, keys) if len(traits.qkv) > 1 else (queries + 2 * keys,)
-        linear = {f"self_attn.{name}": (out, hidden) for name, out in zip(traits.qkv, widths, strict=True)}
-        linear |= {"self_attn.o_proj": (hidden, queries), "mlp.down_proj": (hidden, inner)}
-        linear |= {f"mlp.{name}": (gates, hidden) for name in traits.gate_up}
+        linear: dict[str, tuple[int, ...]] = {"self_attn.o_proj": (hidden, queries)}
+        linear |= {f"self_attn.{name}": (out, hidden) for name, out in zip(traits.qkv, widths, strict=True)}
+        if traits.experts is not None:
+            linear["mlp.gate"] = (traits.experts.count, hidden)
+            if traits.experts.weighed:
+                linear["mlp.shared_expert_gate"] = (hidden,)
+        for part in traits.gated:
+            first = weights.get(f"model.layers.0.{part}.{traits.gate_up[0]}.weight")
+            gates = 0 if first is None else int(first.shape[-2])
+            count = (traits.experts.count,) if traits.experts is not None and part == traits.gated[0] else ()
+            linear |= {f"{part}.{name}": (*count, gates, hidden) for name in traits.gate_up}
+            linear[f"{part}.down_proj"] = (*count, hidden, gates if len(traits.gate_up) > 1 else gates // 2)
         turned = (queries, keys) if traits.whole else (self.head_dim, self.head_dim)
         norms = {name: (hidden,) for name in traits.norms if name}
         norms |= {f"self_attn.{name}": (size,) for name, size in zip(traits.turned, turned, strict=False)}
+        norms |= {"self_attn.sinks": (self.heads,)} if traits.sinks else {}
         made: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (vocab, hidden),
             "model.norm.weight": (hidden,),
@@ -152,7 +159,7 @@ class Architecture:
             for name, shape in linear.items():
                 made[f"{at}{name}.weight"] = shape
                 if f"{at}{name}.bias" in weights:
-                    made[f"{at}{name}.bias"] = shape[:1]
+                    made[f"{at}{name}.bias"] = shape[:-1]
         return made
 
     def _parts(self, weights: TensorsByName) -> SimpleNamespace:
@@ -179,9 +186,14 @@ class Architecture:
             config=SimpleNamespace(num_attention_heads=self.heads, num_key_value_heads=self.key_heads),
             **parts["self_attn"],
             **{name: self._norm(weights, f"{at}self_attn.{name}") for name in traits.turned},
+            sinks=weights[f"{at}self_attn.sinks.weight"] if traits.sinks else None,
         )
         norms = {name: self._norm(weights, f"{at}{name}") for name in traits.norms if name}
-        return SimpleNamespace(**norms, self_attn=attention, mlp=SimpleNamespace(**parts["mlp"]))
+        mlp = SimpleNamespace(**parts["mlp"])
+        for part in traits.gated:
+            if part != "mlp":
+                setattr(mlp, part.removeprefix("mlp."), SimpleNamespace(**parts[part]))
+        return SimpleNamespace(**norms, self_attn=attention, mlp=mlp)
 
     def _norm(self, weights: TensorsByName, name: str) -> SimpleNamespace:
         return SimpleNamespace(weight=weights[f"{name}.weight"], variance_epsilon=self.eps)

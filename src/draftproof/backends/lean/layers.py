@@ -26,6 +26,7 @@ from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.cache.windows import Windows
 from draftproof.backends.lean.attention import Heads, NativeAttention, Pass
 from draftproof.backends.lean.attention import attention as attention_of
+from draftproof.backends.lean.mixture import Mixture
 from draftproof.backends.lean.native_layers import NORMS, PRODUCTS, NativeLayers, native_layers
 from draftproof.backends.lean.rotary import Rope, Rotary
 from draftproof.backends.lean.traits import ACTIVATIONS, LLAMA, Traits, eps_of
@@ -149,7 +150,7 @@ class Lean:
         made = copy.copy(self)
         made.layers = []
         for number, layer in enumerate(self.layers):
-            inputs = {each: statistics[_place(number, each)].found() for each in PRODUCTS}
+            inputs = {each: statistics[_place(number, each)].found() for each in layer.products}
             made.layers.append(layer.quantized(bits, inputs))
             yield None
         table = self.embed.weight if self.tied else None
@@ -162,7 +163,7 @@ class Lean:
 
     def _products(self) -> Iterator[tuple[int, Layer, str]]:
         """Number, layer and name of every product of the layers."""
-        yield from ((number, layer, each) for number, layer in enumerate(self.layers) for each in PRODUCTS)
+        yield from ((number, layer, each) for number, layer in enumerate(self.layers) for each in layer.products)
 
     def _measured(self, statistics: Mapping[str, InputStatistics]) -> Lean:
         """The same, whose products add to the statistics of their inputs."""
@@ -170,7 +171,7 @@ class Lean:
         made.layers = []
         for number, layer in enumerate(self.layers):
             each = copy.copy(layer)
-            for name in PRODUCTS:
+            for name in layer.products:
                 setattr(each, name, MeasuredProduct(getattr(layer, name), statistics[_place(number, name)]))
             made.layers.append(each)
         made.head = MeasuredProduct(self.head, statistics[_HEAD])
@@ -183,6 +184,8 @@ class Lean:
                 "its layers are not native: backend lean needs a model in float32 or bfloat16 whose heads have at most "
                 f"{MOST_DIM} numbers, and {native.VARIABLE} must not be 0"
             )
+        if self.traits.experts is not None:
+            return "its feed-forward parts are mixtures of experts"
         products = [getattr(layer, name) for _, layer, name in self._products()]
         return next((why for each in (*products, self.head) if (why := each.why_not_quantized(bits)) is not None), None)
 
@@ -389,13 +392,26 @@ class Layer:
         self.before, self.mixed, self.between, self.made = norms
         self.turned = _turned_norm(attention, heads, traits, pack=pack)
         like = getattr(layer, next(filter(None, traits.norms))).weight
-        self.attention = attention_of(heads, like, pack=pack)
-        self.gated = gate_of(like, traits.activation, pack=pack)
+        self.sinks = attention.sinks.float() if traits.sinks else None
+        self.attention = attention_of(heads, like, self.sinks, pack=pack)
         rows = _rows_in_order(heads, traits.order) if traits.order else None
         self.qkv = fuse(attention, traits.qkv, rows=rows, pack=pack)
         self.out = fuse(attention, ["o_proj"], pack=pack)
-        self.gate_up = fuse(layer.mlp, traits.gate_up, pack=pack)
-        self.down = fuse(layer.mlp, ["down_proj"], pack=pack)
+        self.mixture = None if traits.experts is None else Mixture(layer.mlp, traits, like)
+        if self.mixture is None:
+            self.gated = gate_of(like, traits.activation, pack=pack)
+            self.gate_up = fuse(layer.mlp, traits.gate_up, pack=pack)
+            self.down = fuse(layer.mlp, ["down_proj"], pack=pack)
+
+    @property
+    def products(self) -> dict[str, Product]:
+        """All its products but those of experts, by name."""
+        return {name: getattr(self, name) for name in PRODUCTS[: 4 if self.mixture is None else 2]}
+
+    @property
+    def inner(self) -> int:
+        """Number of the gated inputs; 0 where these are in experts."""
+        return int(self.down.weight.ins) if self.mixture is None else 0
 
     @property
     def norms(self) -> list[Norm | WholeNorm]:
@@ -411,14 +427,14 @@ class Layer:
             inputs: what is known of those of a product (`Product.quantized`), by its name.
         """
         made = copy.copy(self)
-        for name in PRODUCTS:
-            setattr(made, name, getattr(self, name).quantized(bits, inputs=(inputs or {}).get(name)))
+        for name, product in self.products.items():
+            setattr(made, name, product.quantized(bits, inputs=(inputs or {}).get(name)))
         return made
 
     @property
     def gates_natively(self) -> bool:
         """Whether rows are gated by `native`."""
-        return not isinstance(self.gated, TorchGate)
+        return self.mixture is not None or not isinstance(self.gated, TorchGate)
 
     def __call__(self, x: Float[Tensor, "tokens dim"], at: Pass, mask: Any) -> Float[Tensor, "tokens dim"]:
         """The layer's output; its keys and values go to the cache."""
@@ -446,10 +462,12 @@ class Layer:
     def finish(self, attended: Float[Tensor, "tokens inner"], x: Float[Tensor, "tokens dim"]) -> Tensor:
         """The layer's output after attention's, where x is the layer's input."""
         x = self._added(self.out, attended, x, self.mixed)
-        gates = self.gate_up(x if self.between is None else self.between(x))
-        return self._added(self.down, self.gated(gates), x, self.made)
+        given = x if self.between is None else self.between(x)
+        if self.mixture is not None:
+            return self._added(self.mixture, given, x, self.made)
+        return self._added(self.down, self.gated(self.gate_up(given)), x, self.made)
 
-    def _added(self, product: Product, given: Tensor, x: Tensor, norm: Norm | None) -> Tensor:
+    def _added(self, product: Product | Mixture, given: Tensor, x: Tensor, norm: Norm | None) -> Tensor:
         """x with what a part adds to it: a product, normed and scaled where the family does that."""
         if norm is None and self.traits.residual == 1.0:
             return product.onto(given, x)

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.lean.attention import NativeAttention, Pass, arguments
+from draftproof.backends.lean.mixture import linear_arguments
 from draftproof.native.operations import ACTIVATIONS
-from draftproof.native.structures import LayerArguments, LinearArguments, PassMask
+from draftproof.native.structures import LayerArguments, PassMask
 
-PRODUCTS = ("qkv", "out", "gate_up", "down")  # of a layer
+PRODUCTS = ("qkv", "out", "gate_up", "down")  # of a layer without experts
 NORMS = ("before", "mixed", "between", "made", "turned")
 
 
@@ -29,7 +30,7 @@ def native_layers(layers: Sequence[Any]) -> NativeLayers | None:
 def _is_native(layer: Any) -> bool:
     norms = (layer.before, layer.mixed, layer.between, layer.made)
     rows = layer.gates_natively and all(norm is None or norm.is_native for norm in norms)
-    products = all(getattr(layer, name).layout == "native" for name in PRODUCTS)
+    products = all(product.layout == "native" for product in layer.products.values())
     return isinstance(layer.attention, NativeAttention) and rows and products
 
 
@@ -90,7 +91,7 @@ class NativeLayers:
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = layers
-        groups = itertools.groupby(layers, lambda layer: (layer.kind, layer.heads, layer.down.weight.ins))
+        groups = itertools.groupby(layers, lambda layer: (layer.kind, layer.heads, layer.inner))
         self._runs = [_LayerRun.of(list(group)) for _, group in groups]
         self._places: list[_Places | None] = [None] * len(self._runs)
 
@@ -117,17 +118,13 @@ def _given(layer: Any) -> LayerArguments:
     norms = {name: getattr(layer, name) for name in NORMS}
     return LayerArguments(
         size=layer.out.weight.outs,
-        inner=layer.down.weight.ins,
+        inner=layer.inner,
         whole=layer.traits.whole,
-        gelu=ACTIVATIONS.index(layer.traits.activation),
+        activation=ACTIVATIONS.index(layer.traits.activation),
         factor=layer.traits.residual,
-        **{name: _linear(getattr(layer, name)) for name in PRODUCTS},
+        sinks=None if layer.sinks is None else layer.sinks.data_ptr(),
+        mixture=None if layer.mixture is None else ctypes.pointer(layer.mixture.arguments),
+        **{name: linear_arguments(product) for name, product in layer.products.items()},
         **{name: None if norm is None else norm.scaled.data_ptr() for name, norm in norms.items()},
         **{f"{name}_least": 0.0 if norm is None else norm.added for name, norm in norms.items()},
     )
-
-
-def _linear(product: Any) -> LinearArguments:
-    bias = None if product.bias is None else product.bias.data_ptr()
-    address, bits, group = product.weight.arguments
-    return LinearArguments(address, bias, bits, group)

@@ -50,6 +50,27 @@ class UnreadError(Exception):
 
 
 @dataclass(frozen=True)
+class Experts:
+    """How the experts of a layer divide the work.
+
+    Attributes:
+        count: of those that a router chooses from.
+        chosen: of a token.
+        whole: whether the shares of a token's experts add up to 1.
+        factor: of the shares.
+        shared: whether there is one more, for all tokens.
+        weighed: whether that one has a share, too.
+    """
+
+    count: int
+    chosen: int
+    whole: bool = True
+    factor: float = 1.0
+    shared: bool = False
+    weighed: bool = False
+
+
+@dataclass(frozen=True)
 class Traits:
     """What differs between the families that the lean forward reads; by default those of Llama.
 
@@ -59,7 +80,9 @@ class Traits:
         qkv, gate_up: names of the linear layers that are one product here.
         turned: names of the norms of queries and keys, if there are.
         whole: whether these are over all heads together.
-        activation: of the gates, a name of ACTIVATIONS.
+        activation: of the gates, a name of ACTIVATIONS, or "clamped" (`native.operations`).
+        experts: of the feed-forward part, where it is a mixture of them.
+        sinks: whether attention has a score without a value for each head.
         embedding: factor of the embedding module.
         entering: factor of what it gives to the layers.
         residual: factor of what a part adds to the hidden states.
@@ -77,6 +100,8 @@ class Traits:
     turned: tuple[str, ...] = ()
     whole: bool = False
     activation: str = "silu"
+    experts: Experts | None = None
+    sinks: bool = False
     embedding: float = 1.0
     entering: float = 1.0
     residual: float = 1.0
@@ -90,7 +115,17 @@ class Traits:
     @property
     def linear(self) -> dict[str, tuple[str, ...]]:
         """Names of the linear layers of each part of a layer."""
-        return {"self_attn": (*self.qkv, "o_proj"), "mlp": (*self.gate_up, "down_proj")}
+        made = {"self_attn": (*self.qkv, "o_proj")}
+        if self.experts is not None:
+            made["mlp"] = ("gate", "shared_expert_gate") if self.experts.weighed else ("gate",)
+        return made | dict.fromkeys(self.gated, (*self.gate_up, "down_proj"))
+
+    @property
+    def gated(self) -> tuple[str, ...]:
+        """Names of the feed-forward parts of a layer."""
+        if self.experts is None:
+            return ("mlp",)
+        return ("mlp.experts", "mlp.shared_expert") if self.experts.shared else ("mlp.experts",)
 
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> Traits:

@@ -383,6 +383,8 @@ def _hint(cause: Exception, source: str, asked: Any) -> str:
         return needed
     if "safetensors" in said and ("no file named" in said or "does not appear to have" in said):
         return "; pickled weights (.bin) are refused on purpose, since reading a pickle can run any code"
+    if "GGUF model with architecture" in said:
+        return " Take the model's own directory or hub id"
     if "is on the meta device" in said:
         return "; an output layer that is tied to the embedding must be in the same place as that"
     if isinstance(cause, ModuleNotFoundError) and cause.name:

@@ -20,7 +20,7 @@ from draftproof import native
 from draftproof.backends.cache.windows import FULL, SLIDING
 from draftproof.backends.lean.backend import LeanForward
 from draftproof.backends.lean.checkpoint import Architecture
-from draftproof.backends.lean.traits import LLAMA, Traits, UnreadError
+from draftproof.backends.lean.traits import LLAMA, Experts, Traits, UnreadError
 from draftproof.backends.loading.gguf_rotary import (
     FACTORS,
     Frequencies,
@@ -34,8 +34,10 @@ from draftproof.backends.loading.options import ACTIVATIONS, LoadOptions
 from draftproof.backends.model_info import ModelInfo
 from draftproof.backends.new_weights import misfit
 from draftproof.backends.products.packed_linear import dense, why_not_exact
+from draftproof.errors import UserError
 from draftproof.models.gguf_file import FLOATS, GGUFFile, TensorEntry, generation_config
 from draftproof.native.ggml import TYPES, StoredMatrix
+from draftproof.native.operations import MOST_EXPERTS, Operations
 
 _log = logging.getLogger(__name__)
 
@@ -50,13 +52,23 @@ _IN_LAYER = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.sinks": "attn_sinks",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
     _BEFORE: "attn_norm",
     _BETWEEN: "ffn_norm",
 }
+_SOFTMAX, _SOFTMAX_OF_CHOSEN = 1, 3  # kinds of routers, by the number that files have for them
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>")
 """Texts of tokens that end an answer, as llama.cpp collects them, besides those that metadata name."""
 
@@ -74,6 +86,8 @@ class Family:
         window_of: whether a layer has a window, by its number.
         local_base: base of the angles in layers with a window, where it is another one.
         turns: whether a layer turns queries and keys, by its number.
+        whole_shares: whether the shares of a token's experts add up to 1.
+        whole_pairs: whether YaRN's bounds between high and low frequencies are whole numbers.
     """
 
     traits: Traits = LLAMA
@@ -84,6 +98,8 @@ class Family:
     window_of: Callable[[int], bool] | None = None
     local_base: float | None = None
     turns: Callable[[int], bool] | None = None
+    whole_shares: bool = True
+    whole_pairs: bool = True
 
 
 _TURNED = ("q_norm", "k_norm")
@@ -92,7 +108,9 @@ _GEMMA = Traits(norms=_GEMMA_NORMS, activation="gelu_tanh", offset=1.0)
 _FAMILIES = {
     "llama": Family(permuted=True),
     "qwen2": Family(),
+    "qwen2moe": Family(whole_shares=False),
     "qwen3": Family(Traits(turned=_TURNED)),
+    "qwen3moe": Family(Traits(turned=_TURNED)),
     "gemma2": Family(_GEMMA, names=_POST, gemma=True, window_of=lambda number: number % 2 == 0),
     "gemma3": Family(
         replace(_GEMMA, turned=_TURNED),
@@ -101,12 +119,20 @@ _FAMILIES = {
         window_of=lambda number: number % 6 != 5,
         local_base=10000.0,
     ),
+    "gpt-oss": Family(
+        Traits(activation="clamped", sinks=True),
+        names=((_BETWEEN, "post_attention_norm"),),
+        window_of=lambda number: number % 2 == 0,
+        whole_pairs=False,
+    ),
     "granite": Family(permuted=True),
+    "granitemoe": Family(permuted=True),
     "smollm3": Family(permuted=True, turns=lambda number: number % 4 != 3),
     "olmo2": Family(
         Traits(norms=(None, _BETWEEN, None, _GEMMA_NORMS[3]), turned=_TURNED, whole=True),
         names=((_BETWEEN, "post_attention_norm"), (_GEMMA_NORMS[3], "post_ffw_norm")),
     ),
+    "olmoe": Family(Traits(turned=_TURNED, whole=True), whole_shares=False),
     "phi3": Family(Traits(qkv=("qkv_proj",), gate_up=("gate_up_proj",)), window_of=lambda _: True),
     "glm4": Family(
         Traits(norms=(_BEFORE, "post_self_attn_layernorm", _BETWEEN, "post_mlp_layernorm"), gate_up=("gate_up_proj",)),
@@ -124,6 +150,9 @@ def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> LeanForwa
         file: opened.
         name: for errors and reports.
         options: how it is loaded.
+
+    Raises:
+        UserError: a mixture of experts that is not known here, since transformers does not read all its metadata.
     """
     dtype = options.own_dtype(torch.float32)
     if dtype is None:
@@ -131,6 +160,11 @@ def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> LeanForwa
     try:
         return read_model(file, name=name, dtype=dtype, activations=options.activations, check=options.check)
     except UnreadError as cause:
+        if file.of_architecture("expert_count"):
+            raise UserError(
+                f"the mixture of experts in {name} is not read here: {cause}; and transformers does not read all that "
+                "such a file says: take the model's own directory or hub id"
+            ) from cause
         _log.warning("the weights of %s are read as full ones, by transformers: %s", name, cause)
         return None
 
@@ -155,7 +189,7 @@ def read_model(
         raise UnreadError(f"native operations are off or not available for {dtype} ({native.VARIABLE})")
     weights = _FileWeights(file, dtype, dense=activations == "float")
     architecture = architecture_of(file, weights.family, weights.floats)
-    state = weights.state(architecture.layers)
+    state = weights.state(architecture)
     if "model.embed_tokens.weight" not in state:
         raise UnreadError("it has no token_embd.weight")
     vocab, hidden = state["model.embed_tokens.weight"].shape
@@ -215,14 +249,15 @@ def architecture_of(keys: Keys, family: Family, floats: Callable[[str], Tensor])
     dim = of("attention.key_length", width // heads)
     if of("attention.value_length", dim) != dim:
         raise UnreadError("its values have another size than its keys")
-    if of("expert_count"):
-        raise UnreadError("its feed-forward parts are experts")
+    if family.traits.sinks and not Operations.attends(dim):
+        raise UnreadError(f"its heads have {dim} numbers and sinks, which native attention does not take")
     eps = float(_named(keys, "attention.layer_norm_rms_epsilon"))
     window = of("attention.sliding_window")
     windowed = [bool(window and family.window_of and family.window_of(number)) for number in range(layers)]
     angles, angles_of = _angles(keys, family, dim, windowed, floats)
     traits = replace(
         family.traits,
+        experts=_experts(keys, family) if of("expert_count") else None,
         embedding=math.sqrt(width) if family.gemma else 1.0,
         entering=float(of("embedding_scale", 1.0)),
         residual=float(of("residual_scale", 1.0)),
@@ -264,6 +299,26 @@ def _single(value: Any, what: str) -> int:
     return found.pop()
 
 
+def _experts(keys: Keys, family: Family) -> Experts:
+    """How the experts of a layer divide the work."""
+    of = keys.of_architecture
+    count, chosen = int(of("expert_count")), int(_named(keys, "expert_used_count"))
+    if of("expert_gating_func", _SOFTMAX) not in (_SOFTMAX, _SOFTMAX_OF_CHOSEN):
+        raise UnreadError("its experts are not chosen by a softmax")
+    if any(of(key, 1) > 1 for key in ("expert_group_count", "interleave_moe_layer_step")):
+        raise UnreadError("its experts are chosen from groups, or some of its layers have none")
+    if not 1 <= chosen <= count <= MOST_EXPERTS:
+        raise UnreadError(f"it chooses {chosen} of {count} experts, of at most {MOST_EXPERTS}")
+    return Experts(
+        count,
+        chosen,
+        whole=bool(of("expert_weights_norm", family.whole_shares)),
+        factor=float(of("expert_weights_scale", 0.0)) or 1.0,
+        shared="blk.0.ffn_gate_shexp.weight" in keys.tensors,
+        weighed="blk.0.ffn_gate_inp_shexp.weight" in keys.tensors,
+    )
+
+
 def _scaling(family: Family, dim: int, width: int, heads: int, layers: int) -> float:
     """The factor of scores: Gemma's models of 27 B, which only their depth tells, have one of their own."""
     big = family.gemma and layers == {True: 62, False: 46}[family.local_base is not None]
@@ -275,7 +330,7 @@ def _angles(
 ) -> tuple[tuple[Frequencies, ...], tuple[int, ...]]:
     """Frequencies of each kind of rotary embedding, and the kind of each layer."""
     of = keys.of_architecture
-    found, angles_of = [frequencies(keys, dim, floats)], [0] * len(windowed)
+    found, angles_of = [frequencies(keys, dim, floats, whole_pairs=family.whole_pairs)], [0] * len(windowed)
     if family.local_base is not None:
         local = float(of("rope.freq_base_swa", family.local_base))
         found.append((padded(own_frequencies(local, of("rope.dimension_count", dim)), dim), 1.0))
@@ -333,12 +388,13 @@ class _FileWeights:
         ]
         return int(sum(count * bits for count, bits in sizes) / sum(count for count, _ in sizes))
 
-    def state(self, layers: int) -> dict[str, TensorEntry]:
+    def state(self, architecture: Architecture) -> dict[str, TensorEntry]:
         """All tensors but those of rotary factors, under transformers' names where they have one."""
-        traits = self.family.traits
+        traits = architecture.traits
         parts = [f"{part}.{name}" for part, names in traits.linear.items() for name in names]
         parts += [*filter(None, traits.norms), *(f"self_attn.{name}" for name in traits.turned)]
-        stems = [*_TOP, *(f"model.layers.{number}.{part}" for number in range(layers) for part in parts)]
+        parts += ["self_attn.sinks"] if traits.sinks else []
+        stems = [*_TOP, *(f"model.layers.{number}.{part}" for number in range(architecture.layers) for part in parts)]
         names = {self._place(f"{stem}.{kind}"): f"{stem}.{kind}" for stem in stems for kind in ("weight", "bias")}
         return {names.get(place, place): entry for place, entry in self._file.tensors.items() if place not in FACTORS}
 
@@ -355,10 +411,10 @@ class _FileWeights:
                 raise UnreadError(why)
 
     def _stored(self, entry: TensorEntry) -> StoredMatrix:
-        if len(entry.shape) != 2:
+        if len(entry.shape) not in (2, 3):
             raise UnreadError(f"a tensor of {len(entry.shape)} dimensions has ggml's type {entry.type}")
-        outs, ins = entry.shape
-        return StoredMatrix(entry.content, outs, ins, entry.type, self._dtype, release=entry.release)
+        *outs, ins = entry.shape
+        return StoredMatrix(entry.content, math.prod(outs), ins, entry.type, self._dtype, release=entry.release)
 
     def _place(self, name: str) -> str:
         """The name in the file."""
@@ -390,7 +446,7 @@ class _FileWeights:
         if entry.type in TYPES:
             matrix = self._stored(entry)
             matrix = matrix if rows is None else matrix.in_order(rows)
-            return dense(matrix) if self._dense else matrix
+            return dense(matrix).view(entry.shape) if self._dense else matrix
         made = self.floats(self._place(name))
         if self.family.gemma and name.endswith("norm.weight"):
             made = made - 1.0  # `Traits.offset`

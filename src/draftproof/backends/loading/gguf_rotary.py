@@ -16,6 +16,7 @@ _DIVIDED, _SHORT = "rope_freqs.weight", "rope_factors_short.weight"
 FACTORS = (_DIVIDED, _SHORT, "rope_factors_long.weight")
 """Names of tensors of rotary factors."""
 
+_BETAS = (("fast", 32.0), ("slow", 1.0))  # turns in the length of the training from and up to which YaRN divides
 Frequencies = tuple[tuple[float, ...], float]  # radians for a position, and the factor of cosines and sines
 
 
@@ -33,13 +34,14 @@ class Keys(Protocol):
         ...
 
 
-def frequencies(keys: Keys, dim: int, floats: Callable[[str], Tensor]) -> Frequencies:
+def frequencies(keys: Keys, dim: int, floats: Callable[[str], Tensor], *, whole_pairs: bool = True) -> Frequencies:
     """The angles of layers without a window of their own.
 
     Args:
         keys: of the model.
         dim: numbers of a head; those that are not turned get the frequency 0.
         floats: reads a tensor of floats by its name in the file.
+        whole_pairs: whether YaRN's bounds between high and low frequencies are whole numbers.
 
     Raises:
         UnreadError: a kind that is not known here.
@@ -55,7 +57,7 @@ def frequencies(keys: Keys, dim: int, floats: Callable[[str], Tensor]) -> Freque
     elif kind == "linear":
         plain = plain / factor
     elif kind == "yarn":
-        plain, scale = _yarn(keys, plain, base, factor)
+        plain, scale = _yarn(keys, plain, base, factor, whole_pairs=whole_pairs)
     elif kind != "none":
         raise UnreadError(f"its rotary embedding is {kind}")
     if _DIVIDED in keys.tensors:
@@ -83,7 +85,7 @@ def longest(file: GGUFFile) -> int | None:
     return found
 
 
-def _yarn(keys: Keys, plain: Tensor, base: float, factor: float) -> tuple[Tensor, float]:
+def _yarn(keys: Keys, plain: Tensor, base: float, factor: float, *, whole_pairs: bool) -> tuple[Tensor, float]:
     """Low frequencies are divided by the factor, high ones stay, and those between are in between."""
     of = keys.of_architecture
     trained, turned = of("rope.scaling.original_context_length"), 2 * len(plain)
@@ -94,8 +96,10 @@ def _yarn(keys: Keys, plain: Tensor, base: float, factor: float) -> tuple[Tensor
         """The pair of numbers that turns so often in the length of the training."""
         return turned * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    first = max(math.floor(pair(float(of("rope.scaling.yarn_beta_fast", 32.0)))), 0)
-    last = min(math.ceil(pair(float(of("rope.scaling.yarn_beta_slow", 1.0)))), turned - 1)
+    first, last = (pair(float(of(f"rope.scaling.yarn_beta_{name}", turns))) for name, turns in _BETAS)
+    if whole_pairs:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0.0), min(last, turned - 1.0)
     width = last - first or 0.001
     divided = ((torch.arange(len(plain)).float() - first) / width).clamp(0, 1)
     scale = float(of("rope.scaling.attn_factor", 1.0)) * (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)

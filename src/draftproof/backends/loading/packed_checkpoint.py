@@ -1,8 +1,9 @@
-"""Checkpoints of GPTQ, AWQ and compressed-tensors with weights of 4 bits, read in their own numbers.
+"""Checkpoints of GPTQ, AWQ, compressed-tensors and MXFP4 with weights of 4 bits, read in their own numbers.
 
-Their words are unpacked once into groups of a float16 scale, the number that stands for 0, and 4 bits for each input
-(c/ggml.h): nothing is rounded again, and the packages of these methods are not needed. What is not known here (groups
-that are not in order, other bits, other architectures) is an `UnreadError`, and transformers reads the checkpoint.
+Words of the first three are unpacked once into groups of a float16 scale, the number that stands for 0, and 4 bits for
+each input (c/ggml.h); gpt-oss's experts become blocks of GGUF files. Nothing is rounded again, and the packages of
+these methods are not needed. What is not known here (groups that are not in order, other bits, other architectures) is
+an `UnreadError`, and transformers reads the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from draftproof import native
+from draftproof.backends.cache.windows import FULL, SLIDING
 from draftproof.backends.lean.backend import LeanForward
 from draftproof.backends.lean.checkpoint import Weights
 from draftproof.backends.lean.traits import UnreadError
@@ -30,12 +32,16 @@ from draftproof.backends.model_info import ModelInfo, end_tokens
 from draftproof.backends.new_weights import misfit
 from draftproof.backends.products.packed_linear import dense as dense_of
 from draftproof.backends.products.packed_linear import why_not_exact
-from draftproof.native.ggml import WORDS, StoredMatrix
+from draftproof.native.ggml import MXFP4, WORDS, StoredMatrix
 
 _log = logging.getLogger(__name__)
 _OF_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # places of a word's outputs 0 to 7
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""Architectures of the methods with words, and their names in GGUF."""
+_MXFP4, _OSS = "mxfp4", "gpt_oss"
 _KEYS = {
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -57,7 +63,7 @@ def read_packed(where: str, name: str, options: LoadOptions) -> LeanForward | No
     """
     config = _config(where)
     method = (config.get("quantization_config") or {}).get("quant_method")
-    dtype = options.own_dtype(torch.bfloat16) if method in _METHODS else None
+    dtype = options.own_dtype(torch.bfloat16) if method in (*_METHODS, _MXFP4) else None
     if dtype is None:
         return None
     try:
@@ -95,20 +101,25 @@ def _folder(where: str) -> Path:
 
 
 def _read(folder: Path, name: str, config: Mapping[str, Any], dtype: torch.dtype, options: LoadOptions) -> LeanForward:
-    kind = config.get("model_type")
-    if kind not in _FAMILIES:
-        raise UnreadError(f"its architecture is {kind!r}, not one of {', '.join(_FAMILIES)}")
+    kind, fields = config.get("model_type"), config["quantization_config"]
+    known = (_OSS,) if fields["quant_method"] == _MXFP4 else tuple(_FAMILIES)
+    if kind not in known:
+        raise UnreadError(f"its architecture is {kind!r}, not one of {', '.join(known)}")
     if native.operations_for(torch.empty(0, dtype=dtype)) is None:
         raise UnreadError(f"native operations are off or not available for {dtype} ({native.VARIABLE})")
     if config.get("use_sliding_window"):
         raise UnreadError("some of its layers have a window")
     if config.get("hidden_act", "silu") != "silu":
         raise UnreadError(f"its activation is {config['hidden_act']}")
-    fields = config["quantization_config"]
-    weights = PackedWeights(folder, fields, dtype, dense=options.activations == "float")
-    family = family_of("llama" if kind == "mistral" else kind)
-    keys = ConfigKeys({**config, "sliding_window": config.get("sliding_window") if kind == "mistral" else None})
-    architecture = architecture_of(keys, Family(family.traits, window_of=lambda _: True), keys.factors)
+    weights: PackedWeights | OssWeights
+    if kind == _OSS:
+        _check_oss(config)
+        weights, family = OssWeights(folder, dtype, dense=options.activations == "float"), family_of("gpt-oss")
+    else:
+        weights = PackedWeights(folder, fields, dtype, dense=options.activations == "float")
+        family = Family(family_of(_FAMILIES[kind]).traits, window_of=lambda _: kind == "mistral")
+    keys = ConfigKeys(config)
+    architecture = architecture_of(keys, family, keys.factors)
     state = weights.state()
     vocab, hidden = state["model.embed_tokens.weight"].shape
     problem = misfit({key: each.shape for key, each in state.items()}, architecture.shapes(state, hidden, vocab))
@@ -250,6 +261,86 @@ class PackedWeights(Weights):
 
     def _packed(self, name: str) -> str:
         return f"{name.removesuffix('.weight')}.{self._method.packed}" if name.endswith(".weight") else name
+
+
+class OssWeights(Weights):
+    """The tensors of a gpt-oss checkpoint with experts in MXFP4, under the names that the lean forward has for them.
+
+    Args:
+        folder: with safetensors files.
+        dtype: of all tensors but the weights of experts.
+        dense: whether these are read as the numbers that they stand for.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, *, dense: bool) -> None:
+        super().__init__(folder, dtype, torch.device("cpu"))
+        self._dense = dense
+        self._places = {name: (place, part) for place in self._files for name, part in _names_in_oss(place)}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def __getitem__(self, name: str) -> Any:
+        """A tensor; the weights of experts are a matrix of few bits."""
+        place, part = self._places[name]
+        if not place.endswith(_BLOCKS):
+            return super().__getitem__(place)[..., part]
+        made = self._matrix(name)
+        return dense_of(made).view(self._shape(name)) if self._dense else made
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Empty tensors with the shapes of all weights, under the lean forward's names."""
+        return {name: torch.empty(self._shape(name), device="meta") for name in self._places}
+
+    def why_not_exact(self) -> str | None:
+        """Why native products with the weights of experts are not torch's; None where they are."""
+        return why_not_exact(self._matrix("model.layers.0.mlp.experts.down_proj.weight"))
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        place, part = self._places[name]
+        shape = self._files[place].get_slice(place).get_shape()
+        if place.endswith(_BLOCKS):
+            experts, outs, groups, size = shape
+            return experts, len(range(outs)[part]), 2 * groups * size
+        return *shape[:-1], len(range(shape[-1])[part])
+
+    def _matrix(self, name: str) -> StoredMatrix:
+        """All experts' outputs: a byte has two neighbours in this form, and numbers 16 apart in GGUF's."""
+        place, part = self._places[name]
+        packed, scales = (
+            self._files[each].get_tensor(each)[:, part] for each in (place, place.replace(_BLOCKS, _SCALES))
+        )
+        numbers = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+        content = torch.cat((scales.unsqueeze(-1), numbers[..., :16] | numbers[..., 16:] << 4), -1)
+        experts, outs, ins = self._shape(name)
+        return StoredMatrix(content.flatten(), experts * outs, ins, MXFP4, self._dtype)
+
+
+_BLOCKS, _SCALES = "_proj_blocks", "_proj_scales"
+
+
+def _names_in_oss(place: str) -> list[tuple[str, slice]]:
+    """What the lean forward calls a tensor of a checkpoint, or each part of its outputs: gates and ups take turns."""
+    if ".mlp.experts." not in place:
+        return [(place.replace(".mlp.router.", ".mlp.gate.").replace(".sinks", ".sinks.weight"), slice(None))]
+    stem, _, kind = place.rpartition("_")
+    if kind == "scales":
+        return []
+    name = f"{stem}.{'weight' if kind == 'blocks' else kind}"
+    if "gate_up" not in name:
+        return [(name, slice(None))]
+    return [(name.replace("gate_up", half), slice(first, None, 2)) for first, half in enumerate(("gate", "up"))]
+
+
+def _check_oss(config: Mapping[str, Any]) -> None:
+    kinds, layers = config.get("layer_types"), config.get("num_hidden_layers", 0)
+    if kinds is not None and kinds != [(SLIDING, FULL)[number % 2] for number in range(layers)]:
+        raise UnreadError("its layers with a window are not every second one")
+    if (config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)) != (1.702, 7.0):
+        raise UnreadError("its gates have other numbers than gpt-oss's")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("truncate", True):
+        raise UnreadError("its rotary embedding has whole bounds, other than gpt-oss's")
 
 
 def grouped(

@@ -366,12 +366,7 @@ class StoredProduct(Product):
         self._types = sorted({LAYOUTS[each.type].name for each in matrices})
         self._matrices = matrices if all(each.release for each in matrices) else ()
         self._operations, self._multiply = operations, operations.ggml_product
-        parts = []
-        for each in matrices:
-            parts.append(operations.ggml_repacked(each))
-            if each.release is not None:
-                each.release()
-        self.weight = GGMLWeight.joined(parts)
+        self.weight = GGMLWeight.joined([repacked(each) for each in matrices])
 
     def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:  # noqa: ARG002 - of Product
         """See `Product`."""
@@ -398,6 +393,14 @@ def operations_for_stored(matrix: StoredMatrix) -> Operations:
     if operations is None:
         raise UserError(f"weights of few bits in their own numbers need native operations ({native.VARIABLE})")
     return operations
+
+
+def repacked(matrix: StoredMatrix) -> GGMLWeight:
+    """A stored matrix in the order in which native products read it; the pages of its file are let go."""
+    made = operations_for_stored(matrix).ggml_repacked(matrix)
+    if matrix.release is not None:
+        matrix.release()
+    return made
 
 
 def dense(matrix: StoredMatrix) -> Float[Tensor, "out in"]:

@@ -79,6 +79,9 @@ static const ggml_type *ggml_type_of(long type) {
   return 0;
 }
 
+/* Bytes of sixteen outputs of a type. */
+static long ggml_size_of(long type, long ins) { return ggml_block_size(ggml_forms[ggml_type_of(type)->form], ins); }
+
 /* A block of a file as its form has it. `step` and `least` are float16 (`step` with `is_wide` bfloat16); with `by_byte` scales
    are these times bytes. */
 typedef struct {

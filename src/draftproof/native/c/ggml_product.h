@@ -5,16 +5,18 @@
 
 typedef struct {
   const ELEM *x, *bias, *onto;
-  const ggml_matrix *w;
+  const ggml_matrix *w; /* the first of several of one form, each of whose segments lie behind one another */
   ELEM *y;
+  const int64_t *from;   /* which row of x each row here is; 0 where they are in order */
+  const int64_t *groups; /* [count, 3]: number of a matrix, the first of the rows that it multiplies, how many they are */
   ggml_inputs inputs;
-  long rows, outs, ins;
+  long rows, outs, ins, blocks; /* blocks of a matrix */
   shares *shared;
 } NAME(ggml_product);
 
 static void NAME(ggml_round)(const NAME(ggml_product) * p, long row) {
   const ggml_inputs *to = &p->inputs;
-  const ELEM *x = p->x + row * p->ins;
+  const ELEM *x = p->x + (p->from ? p->from[row] : row) * p->ins;
   for (long start = 0; start < to->padded; start += GGML_GROUP) {
     const long here = p->ins - start < 0 ? 0 : p->ins - start, group = (row * to->padded + start) / GGML_GROUP;
     floats top = zeros(), v[2];
@@ -29,11 +31,11 @@ static void NAME(ggml_round)(const NAME(ggml_product) * p, long row) {
       store_bytes(to->numbers + row * to->padded + start + LANES * half, v[half]);
       sum[half] = sum_of(v[half]);
       to->half_sums[2 * group + half] = scale * sum[half];
-      to->half_less[2 * group + half] = -(int32_t)sum[half];
+      to->half_less[2 * group + half] = (int32_t)-sum[half];
     }
     to->scales[group] = scale;
     to->sums[group] = scale * (sum[0] + sum[1]);
-    to->less[group] = -(int32_t)(sum[0] + sum[1]);
+    to->less[group] = (int32_t)(-sum[0] - sum[1]);
   }
 }
 
@@ -66,38 +68,54 @@ static void NAME(ggml_blocks)(const NAME(ggml_product) * p, int segment, long ou
   }
 }
 
+/* Blocks of one matrix for the rows of its group, so many at once as stay near the processor. */
+static void NAME(ggml_of_group)(const NAME(ggml_product) * p, const int64_t *group, long block, long stop) {
+  const long near = (1 << 18) / p->inputs.padded, chunk = near > GGML_ROWS ? near / GGML_ROWS * GGML_ROWS : GGML_ROWS;
+  NAME(ggml_product) of = *p;
+  ggml_matrix w = *p->w;
+  of.w = &w;
+  of.bias = p->bias ? p->bias + group[0] * p->outs : 0;
+  for (int s = 0; s < w.count; s++)
+    w.of[s].w += group[0] * ((w.of[s].outs + LANES - 1) / LANES) * ggml_size_of(w.of[s].type, p->ins);
+  for (long row = group[1], end = group[1] + group[2]; row < end; row += chunk) {
+    const long last = row + chunk < end ? row + chunk : end;
+    long first = 0, out = 0; /* of the segment */
+    for (int s = 0; s < w.count; s++) {
+      const long blocks = (w.of[s].outs + LANES - 1) / LANES;
+      const long from = block > first ? block - first : 0, to = stop - first < blocks ? stop - first : blocks;
+      if (from < to) NAME(ggml_blocks)(&of, s, out, from, to, row, last);
+      first += blocks;
+      out += w.of[s].outs;
+    }
+  }
+}
+
 static void NAME(share_ggml)(void *given) {
   const NAME(ggml_product) *p = given;
-  const long near = (1 << 18) / p->inputs.padded, chunk = near > GGML_ROWS ? near / GGML_ROWS * GGML_ROWS : GGML_ROWS;
   long at = thread_number(), block, stop;
   while (next_share(p->shared, &at, &block, &stop))
-    for (long row = 0; row < p->rows; row += chunk) {
-      const long last = row + chunk < p->rows ? row + chunk : p->rows;
-      long first = 0, out = 0; /* of the segment */
-      for (int s = 0; s < p->w->count; s++) {
-        const long blocks = (p->w->of[s].outs + LANES - 1) / LANES;
-        const long from = block > first ? block - first : 0, to = stop - first < blocks ? stop - first : blocks;
-        if (from < to) NAME(ggml_blocks)(p, s, out, from, to, row, last);
-        first += blocks;
-        out += p->w->of[s].outs;
-      }
+    while (block < stop) {
+      const long first = block / p->blocks * p->blocks, last = stop < first + p->blocks ? stop : first + p->blocks;
+      NAME(ggml_of_group)(p, p->groups + 3 * (block / p->blocks), block - first, last - first);
+      block = last;
     }
 }
 
-/* y [rows, outs] = x [rows, ins] w^T (+ bias), rounded (+ onto [rows, outs], rounded again); `memory` is for the inputs in
-   8 bits. */
-void NAME(draftproof_ggml_product)(const ELEM *x, const ggml_matrix *w, const ELEM *bias, const ELEM *onto, ELEM *y, long rows,
-                                   long outs, long ins, void *memory, long threads) {
+/* y [rows, outs] = x [rows, ins], or those rows of it that `from` names, with each group's matrix (+ bias [matrices, outs]),
+   rounded (+ onto [rows, outs], rounded again); `groups` is [count, 3], and `memory` is for the inputs of all rows in 8 bits. */
+static void NAME(ggml_groups_product)(const ELEM *x, const int64_t *from, const ggml_matrix *w, const ELEM *bias,
+                                      const ELEM *onto, ELEM *y, const int64_t *groups, long count, long rows, long outs,
+                                      long ins, void *memory, long threads) {
   const int alone = threads < 2 || rows * outs * ins <= SMALL;
   long blocks = 0, size = 0;
   for (int s = 0; s < w->count; s++) {
-    const long next = ggml_block_size(ggml_forms[ggml_type_of(w->of[s].type)->form], ins);
+    const long next = ggml_size_of(w->of[s].type, ins);
     blocks += (w->of[s].outs + LANES - 1) / LANES;
     size = size < next ? next : size;
   }
   shares shared;
-  share_out(&shared, blocks, size, alone ? 1 : threads);
-  NAME(ggml_product) p = {x, bias, onto, w, y, ggml_inputs_in(memory, rows, ins), rows, outs, ins, &shared};
+  share_out(&shared, count * blocks, size, alone ? 1 : threads);
+  NAME(ggml_product) p = {x, bias, onto, w, y, from, groups, ggml_inputs_in(memory, rows, ins), rows, outs, ins, blocks, &shared};
   if (rows < 1) return;
   ggml_clear_beyond(&p.inputs, rows);
   if (alone || rows < 8)
@@ -108,4 +126,11 @@ void NAME(draftproof_ggml_product)(const ELEM *x, const ggml_matrix *w, const EL
     NAME(share_ggml)(&p);
   else
     parallel(NAME(share_ggml), &p, (unsigned)threads, 0);
+}
+
+/* The same with one matrix for all rows. */
+void NAME(draftproof_ggml_product)(const ELEM *x, const ggml_matrix *w, const ELEM *bias, const ELEM *onto, ELEM *y, long rows,
+                                   long outs, long ins, void *memory, long threads) {
+  const int64_t all[] = {0, 0, rows};
+  NAME(ggml_groups_product)(x, 0, w, bias, onto, y, all, 1, rows, outs, ins, memory, threads);
 }

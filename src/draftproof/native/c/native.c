@@ -4,7 +4,8 @@
 
 #include "lanes.h"
 
-enum { AHEAD = 3584, SMALL = 1 << 16, BLOCK = 512, MOST_DIM = 256 };
+enum { AHEAD = 3584, SMALL = 1 << 16, BLOCK = 512, MOST_DIM = 256, MOST_EXPERTS = 1024 };
+enum { SILU, GELU, CLAMPED }; /* activations of gates, as ACTIVATIONS of native/operations.py */
 
 typedef void (*part_fn)(void *);
 typedef void (*parallel_fn)(part_fn, void *, unsigned, unsigned);
@@ -127,7 +128,6 @@ static bound bound_of(float *v, long size, long count) {
 #define UNIT 1
 #define NAME(x) x##_float
 #include "typed.h"
-#include "rows.h"
 #include "rescore.h"
 #undef ELEM
 #undef UNIT
@@ -137,7 +137,6 @@ static bound bound_of(float *v, long size, long count) {
 #define UNIT 2
 #define NAME(x) x##_bfloat16
 #include "typed.h"
-#include "rows.h"
 #include "rescore.h"
 #undef ELEM
 #undef UNIT

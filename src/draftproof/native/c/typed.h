@@ -151,13 +151,14 @@ void NAME(draftproof_product)(const ELEM *x, const ELEM *w, const ELEM *bias, co
 
 #include "quantized.h"
 #include "ggml_product.h"
+#include "rows.h"
 
 /* --- rows -------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
   const ELEM *x;
   ELEM *y;
-  long rows, dim, gelu;
+  long rows, dim, activation;
 } NAME(gate_work);
 
 static void NAME(norm_row)(const ELEM *x, const float *scaled, ELEM *y, long dim, float least) {
@@ -173,25 +174,32 @@ static void NAME(norm_row)(const ELEM *x, const float *scaled, ELEM *y, long dim
   }
 }
 
-/* gelu by tanh is x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), silu the same with x in place of 2 u. */
-INLINE void NAME(gated_row)(const NAME(gate_work) * w, long row, const int gelu) {
+/* gelu by tanh is x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), silu the same with x in place of 2 u. That of
+   gpt-oss is x / (1 + exp(-1.702 x)) times up + 1, with x at most 7, and up from -7 to 7. */
+INLINE void NAME(gated_row)(const NAME(gate_work) * w, long row, const int activation) {
   const ELEM *gate = w->x + 2 * row * w->dim, *up = gate + w->dim;
   ELEM *y = w->y + row * w->dim;
-  const floats one = splat(1.0f);
+  const floats one = splat(1.0f), most = splat(7.0f);
   for (long i = 0; i < w->dim; i += LANES) {
     const long here = w->dim - i;
-    const floats v = NAME(load_first)(gate + i, here);
-    const floats cubic = gelu ? multiply_add(mul(v, v), splat(0.0713548163f), splat(1.59576912f)) : one;
-    const floats act = quotient(v, add(one, exponential(sub(zeros(), gelu ? mul(v, cubic) : v))));
-    NAME(store_first)(y + i, here, mul(NAME(rounded)(act), NAME(load_first)(up + i, here)));
+    floats v = NAME(load_first)(gate + i, here), by = NAME(load_first)(up + i, here), inner = v;
+    if (activation == GELU) inner = mul(v, multiply_add(mul(v, v), splat(0.0713548163f), splat(1.59576912f)));
+    if (activation == CLAMPED) {
+      v = smaller(most, v); /* NaN stays */
+      by = add(larger(sub(zeros(), most), smaller(most, by)), one);
+      inner = mul(v, splat(1.702f));
+    }
+    const floats act = quotient(v, add(one, exponential(sub(zeros(), inner))));
+    NAME(store_first)(y + i, here, mul(NAME(rounded)(act), by));
   }
 }
 
 static void NAME(gated_rows)(const NAME(gate_work) * w, long start, long stop) {
-  if (w->gelu)
-    for (long row = start; row < stop; row++) NAME(gated_row)(w, row, 1);
-  else
-    for (long row = start; row < stop; row++) NAME(gated_row)(w, row, 0);
+#define RUN(kind) \
+  if (w->activation == kind) \
+    for (long row = start; row < stop; row++) NAME(gated_row)(w, row, kind);
+  RUN(SILU) RUN(GELU) RUN(CLAMPED)
+#undef RUN
 }
 
 typedef struct {
@@ -225,9 +233,9 @@ static void NAME(share_gated)(void *given) {
   NAME(gated_rows)(w, w->rows * number / count, w->rows * (number + 1) / count);
 }
 
-/* silu(gate) up, or gelu(gate) up, of each row [gate, up]; dim is that of each half. */
-void NAME(draftproof_gated)(const ELEM *x, ELEM *y, long rows, long dim, long gelu, long threads) {
-  NAME(gate_work) w = {x, y, rows, dim, gelu};
+/* act(gate) up of each row [gate, up]; dim is that of each half. */
+void NAME(draftproof_gated)(const ELEM *x, ELEM *y, long rows, long dim, long activation, long threads) {
+  NAME(gate_work) w = {x, y, rows, dim, activation};
   if (threads > 1 && rows * dim > SMALL / 16)
     parallel(NAME(share_gated), &w, (unsigned)threads, 0);
   else
@@ -288,6 +296,7 @@ typedef struct {
   const ELEM *mask;       /* [tokens, horizon], added to scores; 0 for none */
   ELEM *out;              /* [tokens, heads, dim] */
   float *scratch;         /* for each thread `scratch_size` floats */
+  const float *sinks;     /* of each head a score without a value, or 0 */
   long rows, tokens, heads, key_heads, dim, capacity, horizon, angles; /* tokens of all rows, with padding */
   long columns, scratch_size; /* columns of a row that attend at once */
   long copied, divided;       /* where a thread's copy of queries begins in its scratch; whether threads share tiles */
@@ -631,6 +640,7 @@ static void NAME(mix)(const NAME(attention) * a, const NAME(query_tile) * t, lon
 static void NAME(weigh)(const NAME(attention) * a, const NAME(query_tile) * t, long query) {
   const floats scale = splat(a->scale), nothing = splat(-INFINITY);
   const long token = t->token + query / t->group, seen = a->visible[token];
+  const float sink = a->sinks ? a->sinks[t->head + query % t->group] : -INFINITY;
   float *scores = t->scores + query * t->padded;
   floats top = nothing, sum = zeros();
   for (long key = 0; key < t->padded; key += LANES) {
@@ -641,7 +651,7 @@ static void NAME(weigh)(const NAME(attention) * a, const NAME(query_tile) * t, l
     top = larger(top, score);
     store_float(scores + key, score);
   }
-  top = splat(largest_of(top));
+  top = splat(largest_of(larger(splat(sink), top)));
   for (long key = 0; key < t->padded; key += LANES) {
     const floats weight = exponential(sub(load_float(scores + key), top));
     sum = add(sum, weight);
@@ -651,6 +661,7 @@ static void NAME(weigh)(const NAME(attention) * a, const NAME(query_tile) * t, l
     NAME(store)((ELEM *)scores + key, weight); /* behind what is still to be read */
 #endif
   }
+  if (a->sinks) sum = add(sum, first_of(1, exponential(sub(splat(sink), top)), zeros()));
   t->sums[query] = sum_of(sum);
 }
 #undef IN_FLOATS
@@ -734,14 +745,18 @@ static void NAME(apply)(const NAME(linear) * l, const ELEM *x, const ELEM *onto,
     NAME(draftproof_product)(x, l->weight, l->bias, onto, y, rows, outs, ins, threads);
 }
 
+#include "mixture.h"
+
 /* The same fields as `LayerArguments` in native/structures.py. */
 typedef struct {
   NAME(linear) qkv, out, gate_up, down;
   const float *before, *mixed, *between, *made; /* scaled norms before attention, of what it made, and so for the gates;
                                                    0 where there is none */
   const float *turned;       /* that of each query and key head, or 0 */
+  const float *sinks;        /* of `attention` */
+  const NAME(mixture) *mixture; /* in place of gate_up and down, or 0 */
   long size, inner;          /* of hidden states, and of the gated ones */
-  long whole, gelu;          /* whether all query heads have one norm, and all key heads; whether gates are gelu */
+  long whole, activation;    /* whether all query heads have one norm, and all key heads; of the gates */
   float before_least, mixed_least, between_least, made_least, turned_least;
   float factor;              /* of what is added to x */
 } NAME(layer);
@@ -758,6 +773,15 @@ static void NAME(norm_heads)(const NAME(layer) * l, const NAME(attention) * a, l
       NAME(norm_row)(at, l->turned + head * a->dim, at, a->dim, l->turned_least);
 }
 
+/* x + factor norm(y), or without the norm where there is none. */
+static void NAME(join)(const NAME(layer) * l, ELEM *x, ELEM *y, const float *norm, float least, long tokens, long threads) {
+  NAME(join_work) w = {x, y, norm, tokens, l->size, least, l->factor};
+  if (threads > 1 && tokens * l->size > SMALL / 4)
+    parallel(NAME(share_join), &w, (unsigned)threads, 0);
+  else
+    NAME(join_rows)(&w, 0, tokens);
+}
+
 /* x + product, or x + factor norm(product), which is made in y. */
 static void NAME(apply_onto)(const NAME(layer) * l, const NAME(linear) * by, const ELEM *given, ELEM *x, ELEM *y,
                              const float *norm, float least, long tokens, long ins, void *memory, long threads) {
@@ -766,17 +790,14 @@ static void NAME(apply_onto)(const NAME(layer) * l, const NAME(linear) * by, con
     return;
   }
   NAME(apply)(by, given, 0, y, tokens, l->size, ins, memory, threads);
-  NAME(join_work) w = {x, y, norm, tokens, l->size, least, l->factor};
-  if (threads > 1 && tokens * l->size > SMALL / 4)
-    parallel(NAME(share_join), &w, (unsigned)threads, 0);
-  else
-    NAME(join_rows)(&w, 0, tokens);
+  NAME(join)(l, x, y, norm, least, tokens, threads);
 }
 
 /* One layer on x [tokens, size], in place, with keys and values stored; fused and out of `a` are set here, in `work`. */
 static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, ELEM *x, ELEM *work, long threads) {
   const long tokens = a->tokens, heads = a->heads + 2 * a->key_heads, mixed = a->heads * a->dim;
   ELEM *normed = work, *both, *gated, *rest;
+  a->sinks = l->sinks;
   a->fused = normed + tokens * l->size;
   a->out = a->fused + tokens * heads * a->dim;
   both = a->out + tokens * mixed;
@@ -789,13 +810,19 @@ static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, ELEM *x,
   NAME(draftproof_attend)(a, threads);
   NAME(apply_onto)(l, &l->out, a->out, x, normed, l->mixed, l->mixed_least, tokens, mixed, rest, threads);
   if (l->between) NAME(draftproof_norm)(x, l->between, normed, tokens, l->size, l->between_least, threads);
+  if (l->mixture) {
+    NAME(draftproof_mixture)(l->mixture, l->between ? normed : x, normed, tokens, both, threads);
+    NAME(join)(l, x, normed, l->made, l->made_least, tokens, threads);
+    return;
+  }
   NAME(apply)(&l->gate_up, l->between ? normed : x, 0, both, tokens, 2 * l->inner, l->size, rest, threads);
-  NAME(draftproof_gated)(both, gated, tokens, l->inner, l->gelu, threads);
+  NAME(draftproof_gated)(both, gated, tokens, l->inner, l->activation, threads);
   NAME(apply_onto)(l, &l->down, gated, x, normed, l->made, l->made_least, tokens, l->inner, rest, threads);
 }
 
 /* Layers after one another on x [tokens, size], in place, each with its keys and values; `work` has
-   tokens * (size + 2 (heads + key_heads) dim + 3 inner) elements, and space for quantized inputs where there are. */
+   tokens * (size + 2 (heads + key_heads) dim + 3 inner) elements, and space for quantized inputs and mixtures where there
+   are. */
 void NAME(draftproof_layers)(const NAME(layer) * l, long count, NAME(attention) * a, ELEM *const *keys,
                              ELEM *const *values, ELEM *x, ELEM *work, long threads) {
   for (long number = 0; number < count; number++) {

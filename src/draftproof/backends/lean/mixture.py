@@ -1,0 +1,118 @@
+"""A mixture of experts as the feed-forward part of a layer, by native operations.
+
+An expert's weights are read once for all tokens that chose it, and what a token gets has the same bits whatever other
+tokens are in the pass (c/mixture.h). Weights of few bits stay so; others are used as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from draftproof import native
+from draftproof.backends.lean.traits import Experts, Traits
+from draftproof.backends.products.packed_linear import Product, dense, fuse, repacked
+from draftproof.native.ggml import GGMLWeight, StoredMatrix
+from draftproof.native.operations import ACTIVATIONS
+from draftproof.native.structures import LinearArguments, MixtureArguments
+from draftproof.native.tensors import LANES
+
+
+class Mixture:
+    """What the experts that a router chooses make of rows.
+
+    Args:
+        mlp: its linear layers, under the names that `Traits.linear` has; weights of experts are [experts, out, in], or
+            matrices of few bits with all their outputs.
+        traits: of the layer.
+        like: a tensor with the dtype of the rows.
+
+    Attributes:
+        router: gives the logits of the experts.
+        experts: what gates and ups, and what downs of all of them are.
+        arguments: for native.c; they hold addresses of tensors that are kept here.
+    """
+
+    def __init__(self, mlp: Any, traits: Traits, like: Tensor) -> None:
+        experts, operations = traits.experts, native.operations_for(like)
+        assert experts is not None, "the caller looked"
+        assert operations is not None, "whoever reads experts wants native operations"
+        self._operations = operations
+        self.router = fuse(mlp, ["gate"])
+        self.experts = tuple(_Experts(mlp.experts, names, experts.count) for names in (traits.gate_up, ("down_proj",)))
+        self._shared = _shared(mlp, traits, experts)
+        self.arguments = MixtureArguments(
+            router=linear_arguments(self.router),
+            gate_up=self.experts[0].arguments,
+            down=self.experts[1].arguments,
+            size=self.experts[0].ins,
+            experts=experts.count,
+            chosen=experts.chosen,
+            inner=self.experts[1].ins,
+            whole=experts.whole,
+            activation=ACTIVATIONS.index(traits.activation),
+            factor=experts.factor,
+            **{name: linear_arguments(product) for name, product in self._shared.items()},
+            shared_inner=self._shared["shared_down"].weight.ins if self._shared else 0,
+        )
+
+    def __deepcopy__(self, memo: object) -> Mixture:
+        return self  # C has its addresses, and nothing changes it
+
+    def __call__(self, x: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
+        """What they make of every row."""
+        return self._operations.mixture(x, self.arguments)
+
+    def onto(self, x: Float[Tensor, "tokens dim"], rows: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
+        """The same, added to `rows`."""
+        return self(x).add_(rows)
+
+
+class _Experts:
+    """The weights of all experts that are multiplied with the same rows.
+
+    Args:
+        owner: of the linear layers.
+        names: theirs, in the order of their outputs.
+        count: of experts.
+    """
+
+    def __init__(self, owner: Any, names: Sequence[str], count: int) -> None:
+        layers = [getattr(owner, name) for name in names]
+        weights = [layer.weight for layer in layers]
+        matrices = [weight for weight in weights if isinstance(weight, StoredMatrix)]
+        self.weight: GGMLWeight | Tensor
+        if len(matrices) == len(weights) and not any(len(each) % (count * LANES) for each in matrices):
+            self.weight = GGMLWeight.joined([repacked(each) for each in matrices], count)
+            address, bits, _ = self.weight.arguments
+        else:
+            plain = [weight if isinstance(weight, Tensor) else dense(weight) for weight in weights]
+            self.weight = torch.cat([each.view(count, -1, each.shape[-1]) for each in plain], 1)
+            address, bits = self.weight.data_ptr(), 0
+        self.ins = weights[0].shape[-1]
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        self.bias = torch.cat(biases, -1) if biases else None
+        self.arguments = LinearArguments(address, None if self.bias is None else self.bias.data_ptr(), bits, 0)
+
+
+def _shared(mlp: Any, traits: Traits, experts: Experts) -> dict[str, Product]:
+    """The products of the expert of all tokens, where there is one."""
+    if not experts.shared:
+        return {}
+    made = {
+        "shared_gate_up": fuse(mlp.shared_expert, traits.gate_up),
+        "shared_down": fuse(mlp.shared_expert, ["down_proj"]),
+    }
+    if experts.weighed:
+        made["shared_router"] = Product(mlp.shared_expert_gate.weight.view(1, -1))
+    return made
+
+
+def linear_arguments(product: Product) -> LinearArguments:
+    """A native product for native.c; it holds addresses."""
+    address, bits, group = product.weight.arguments
+    return LinearArguments(address, None if product.bias is None else product.bias.data_ptr(), bits, group)
