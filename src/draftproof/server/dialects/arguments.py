@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ from draftproof.server.dialects.json_schema import (
 )
 from draftproof.server.dialects.readers import JsonReader, LiteralReader, Notation, Reader, TaggedReader, Tags
 
+_log = logging.getLogger(__name__)
+_TEXT = "text7301"  # stands for a text in what is written
 _UNREADABLE_ARRAY = ("uniqueItems", "contains", "prefixItems", "unevaluatedItems")
 _BARE_NAME = r"/[A-Za-z_][A-Za-z0-9_-]*/"
 _SINGLE_QUOTED = r"([^'\\\x00-\x1f\x7f]|\\['\\nrt\x22])"
@@ -56,6 +59,21 @@ class Arguments(ABC):
         Raises:
             UserError: a schema that the dialect cannot keep to.
         """
+
+    def free(self, grammar: Grammar, parameters: Schema, lark: str) -> str:
+        """Terms of Lark for a text as the only argument.
+
+        Args:
+            grammar: that gets the rules which they need.
+            parameters: the schema; its one property is the argument.
+            lark: the grammar of the text. It is kept to where the text is written without quotes and escapes.
+        """
+        (name,) = parameters["properties"]
+        before, _, after = self.written({name: _TEXT}).partition(_TEXT)
+        if self.written({name: '"\n'}) != f'{before}"\n{after}':
+            _log.info("the grammar of a custom tool is not kept to: this model writes arguments with escapes")
+            return self.terms(grammar, parameters)
+        return f"{grammar.text(before)} {grammar.lark(lark)} {grammar.text(after)}"
 
     @abstractmethod
     def reader(self, parameters: Schema) -> Reader:

@@ -24,6 +24,13 @@ class Signature(Protocol):
     parameters: dict[str, Any]
 
 
+@runtime_checkable
+class FreeSignature(Signature, Protocol):
+    """What calls look like whose one argument is a text with a grammar of its own, `lark`."""
+
+    lark: str
+
+
 @dataclass(frozen=True)
 class Call:
     """A call that a model has made.
@@ -123,7 +130,10 @@ class Dialect:
         """The rule for a call of a function."""
         head = self._text(grammar, f"{self.head}{function.name}{self.middle}")
         dumped(function.parameters)  # refuses what is no JSON
-        inner = self.arguments.terms(grammar, function.parameters)
+        if isinstance(function, FreeSignature):
+            inner = self.arguments.free(grammar, function.parameters, function.lark)
+        else:
+            inner = self.arguments.terms(grammar, function.parameters)
         return grammar.rule(f"{head} {inner} {self._text(grammar, self.tail)}")
 
     def _text(self, grammar: Grammar, text: str) -> str:
