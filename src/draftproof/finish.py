@@ -199,10 +199,11 @@ class Cutter:
         before = self.count
         thought = len(self.reasoning)
         tokens = self.reasoning_tokens
+        self._end_by_length()  # where no token is wanted
         for token in emitted:
-            self._push(token)
             if self.finish is not None:
                 break
+            self._push(token)
         safe = len(self.text) - (0 if self.finish else self._open())
         fresh, self._sent = self.text[self._sent : safe], safe
         made = self.reasoning[thought:], self.reasoning_tokens - tokens

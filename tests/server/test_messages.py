@@ -505,7 +505,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "expected 'type' to be one of 'text'"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
-        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+        ({"max_tokens": -1}, "max_tokens: expected an integer >= 0"),
         ({"max_tokens": None}, "max_tokens: Field required"),
         ({"tools": [{"name": "f"}]}, "input_schema is missing"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "name"),
@@ -548,7 +548,7 @@ def test_what_is_counted_needs_no_user_at_the_end(base):
 def test_errors_are_classes_of_the_official_client(client):
     for kind, fields in (
         (anthropic.NotFoundError, {"model": "another"}),
-        (anthropic.BadRequestError, {"max_tokens": 0}),
+        (anthropic.BadRequestError, {"max_tokens": -1}),
         (anthropic.RequestTooLargeError, {"messages": [{"role": "user", "content": "x" * 5_000_000}]}),
     ):
         with pytest.raises(kind) as raised:

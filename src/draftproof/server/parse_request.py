@@ -308,7 +308,7 @@ class RequestParser:
                 )
         if params.logprobs is None:
             return
-        context, most = self._engine.target.max_positions, params.max_tokens or 1
+        context, most = self._engine.target.max_positions, params.max_tokens or 0
         sizes = [most if context is None else min(most, context - len(ids)) for ids in prompts]
         entries = params.n * sum(sizes) * (params.logprobs + 1)
         if entries > _MOST_LOGPROBS_MADE:
