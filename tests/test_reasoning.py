@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
+from draftproof.backends.loading.fast_tokenizer import Description, FastTokenizer, describe
 from draftproof.cli._continue import GenerateRun, PromptInput
 from draftproof.engine.prompts import PromptReader
 from draftproof.engine.registry import make_verifier
@@ -200,6 +201,24 @@ def test_markers_are_tokens_that_the_template_names(caplog):
     with caplog.at_level(logging.WARNING):
         assert reasoning_markers(tokenizer) is None
     assert "[THINK] and [/THINK], are no tokens" in caplog.text
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "thinking"])
+def test_markers_that_a_checkpoint_names_itself(field):
+    """In the template that transformers reads answers back with; its own reader takes it, too."""
+    tokenizer = thinking_engine().tokenizer
+    tokenizer.chat_template = "{{ messages }}assistant:"
+    assert reasoning_markers(tokenizer) is None
+    fields = {field: {"open": "<think>\n", "close": "\n</think>"}, "content": {}}
+    tokenizer.response_template = {"start_anchor": "assistant:", "fields": fields}
+    assert reasoning_markers(tokenizer) == ReasoningMarkers(IDS["<think>"], IDS["</think>"])
+    read = tokenizer.parse_response("<think>\nHm.\n</think>Yes.", prefix="assistant:")
+    assert (read[field], read["content"]) == ("Hm.", "Yes.")
+    content, description = describe(tokenizer)
+    assert reasoning_markers(FastTokenizer(content, Description(**description), lambda: None)).begin == IDS["<think>"]
+    for wrong in ({"fields": []}, {"fields": {field: "<think>"}}, {"fields": {field: {"open": ["<think>"]}}}, "x"):
+        tokenizer.response_template = wrong
+        assert reasoning_markers(tokenizer) is None
 
 
 def test_a_template_that_is_replaced_counts():

@@ -12,7 +12,7 @@ cross the end of the reasoning. A grammar begins after it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ _MARKERS = (
     ("<mm:think>", "</mm:think>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
+_FIELDS = ("reasoning_content", "thinking")  # names of the reasoning in templates of answers
 MOST_BLANK = 4  # tokens that a template may write after a marker
 
 
@@ -81,7 +82,10 @@ class Reasoning:
 
 
 def reasoning_markers(tokenizer: Any) -> ReasoningMarkers | None:
-    """The markers of a model; None where its chat template has none, or they are not tokens of their own.
+    """The markers of a model; None where its templates have none, or they are not tokens of their own.
+
+    A checkpoint may name them itself, in the template that transformers reads answers back with; else its chat template
+    has those of a known family.
 
     Args:
         tokenizer: with the chat template; None for none.
@@ -90,13 +94,24 @@ def reasoning_markers(tokenizer: Any) -> ReasoningMarkers | None:
     if not isinstance(template, str):
         return None
     added = {str(token.content): place for place, token in tokenizer.added_tokens_decoder.items()}
-    named = [(begin, end) for begin, end in _MARKERS if end in template]
+    named = [*_declared(tokenizer), *((begin, end) for begin, end in _MARKERS if end in template)]
     found = next(((added[begin], added[end]) for begin, end in named if begin in added and end in added), None)
     if named and found is None:
         _log.warning(
             "the markers of reasoning, %s and %s, are no tokens of this model: it is left in the text", *named[0]
         )
     return None if found is None else ReasoningMarkers(*found)
+
+
+def _declared(tokenizer: Any) -> Iterator[tuple[str, str]]:
+    """The markers in a checkpoint's template of answers (`response_template`)."""
+    template = getattr(tokenizer, "response_template", None)  # of newer versions of transformers
+    fields = template.get("fields") if isinstance(template, dict) else None
+    for name in _FIELDS:
+        field = fields.get(name) if isinstance(fields, dict) else None
+        begin, end = (field.get("open"), field.get("close")) if isinstance(field, dict) else (None, None)
+        if isinstance(begin, str) and isinstance(end, str):
+            yield begin.strip(), end.strip()
 
 
 def reasoning_after(prompt_ids: Sequence[int], markers: ReasoningMarkers, blank: set[int]) -> Reasoning | None:
