@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from draftproof.server.dialects.families import DIALECTS, Call
+from draftproof.server.dialects.json_schema import without_idle_names
 from draftproof.server.schemas import Function
 from draftproof.server.tools import ToolReader, ToolSet
 from support.call_schemas import LETTERS, as_pairs, random_arguments, random_function
@@ -131,6 +132,21 @@ def test_equal_references_into_different_definitions(name):
     tools = tools_of(DIALECTS[name], functions)
     for name_of, value, legal in (("f", 7, True), ("f", True, False), ("g", True, True), ("g", 7, False)):
         assert fits(tools, DIALECTS[name].written([Call(name_of, {"a": [value]})])) is legal
+
+
+def test_names_that_all_fit_are_left_out_of_schemas():
+    """As generators write them for maps; a property of that name is none, and others stay."""
+    idle = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}
+    kept = {"type": "object", "additionalProperties": {"type": "integer"}}
+    named = {"propertyNames": {"type": "string"}}
+    schema = {**idle, "properties": {**named, "a": idle, "b": {"anyOf": [idle, {"items": idle}]}}, "default": named}
+    assert without_idle_names(schema) == {
+        **kept,
+        "properties": {**named, "a": kept, "b": {"anyOf": [kept, {"items": kept}]}},
+        "default": named,
+    }
+    binding = {"propertyNames": {"pattern": "x"}}
+    assert without_idle_names(binding) == binding
 
 
 @pytest.mark.parametrize(

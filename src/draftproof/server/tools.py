@@ -22,11 +22,12 @@ from draftproof.sampling import SamplingParams
 from draftproof.server.dialects.detection import format_of
 from draftproof.server.dialects.families import Dialect
 from draftproof.server.dialects.grammar import Grammar
-from draftproof.server.dialects.json_schema import ANY_TEXT, regex_of
+from draftproof.server.dialects.json_schema import ANY_TEXT, regex_of, without_idle_names
 from draftproof.server.dialects.readers import Reader
 from draftproof.server.errors import ApiError, quoted
 from draftproof.server.schemas import ChatBody, Function, Message, NamedTool, Tool
 
+_DEEP = "the schema of a tool has too many levels"
 _COMPACT = {"whitespace_flexible": False}
 
 
@@ -64,7 +65,7 @@ class ToolSet:
         except UserError as error:
             raise ApiError(str(error), param="tools") from error
         except RecursionError:
-            raise ApiError("the schema of a tool has too many levels", param="tools") from None
+            raise ApiError(_DEEP, param="tools") from None
         return "\n".join(["%llguidance {}", *start, *grammar.lines, ""])
 
     def _start(self, grammar: Grammar, calls: str, form: dict[str, Any] | None) -> list[str]:
@@ -169,12 +170,18 @@ def _refuse_unneeded(body: ChatBody) -> None:
 
 
 def _checked(tools: Sequence[Tool]) -> list[Function]:
-    """The functions of tools.
+    """The functions of tools, with schemas as grammars take them.
 
     Raises:
-        ApiError: two of one name, or parameters that are no object.
+        ApiError: two of one name, or parameters that are no object, or have too many levels.
     """
-    functions = [each.function for each in tools]
+    try:
+        functions = [
+            each.function.model_copy(update={"parameters": without_idle_names(each.function.parameters)})
+            for each in tools
+        ]
+    except RecursionError:
+        raise ApiError(_DEEP, param="tools") from None
     if len({each.name for each in functions}) < len(functions):
         raise ApiError("tools: expected functions with different names, got one name twice", param="tools")
     for each in functions:
