@@ -178,6 +178,15 @@ def test_names_that_all_fit_are_left_out_of_schemas():
                 '<parameter name="s">it\'s</parameter>\n</invoke>\n</minimax:tool_call>'
             ),
         ),
+        (
+            "dsml",
+            (
+                '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+                '<｜DSML｜parameter name="o" string="false">{"k": [true, null]}</｜DSML｜parameter>\n'
+                '<｜DSML｜parameter name="s" string="true">it\'s</｜DSML｜parameter>\n'
+                "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+            ),
+        ),
         ("mistral-args", '[TOOL_CALLS]f[ARGS]{"o": {"k": [true, null]}, "s": "it\'s"}'),
         (
             "kimi",

@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from draftproof.server.dialects.arguments import Arguments, JsonArguments, LiteralArguments, TaggedArguments
+from draftproof.server.dialects.arguments import (
+    Arguments,
+    JsonArguments,
+    LabelledArguments,
+    LiteralArguments,
+    TaggedArguments,
+)
 from draftproof.server.dialects.grammar import Grammar, choice, dumped
 from draftproof.server.dialects.readers import Notation
 
@@ -309,6 +315,26 @@ DIALECTS = {
             tail="<｜tool▁call▁end｜>",
             closing="<｜tool▁calls▁end｜>",
             signs=("<｜tool▁calls▁begin｜>",),
+        ),
+        *(
+            Dialect(
+                name=name,
+                models=models,
+                marker=f"<｜DSML｜{block}>",
+                opening="\n",
+                head='<｜DSML｜invoke name="',
+                middle='">\n',
+                arguments=LabelledArguments(
+                    '<｜DSML｜parameter name="', '" string="{}', '">', "</｜DSML｜parameter>\n"
+                ),
+                tail="</｜DSML｜invoke>\n",
+                closing=f"</｜DSML｜{block}>",
+                signs=(f"<｜DSML｜{block}>",),
+            )
+            for name, models, block in (
+                ("dsml", "DeepSeek V3.2", "function_calls"),
+                ("dsml-v4", "DeepSeek V4", "tool_calls"),
+            )
         ),
         Dialect(
             name="kimi",
