@@ -187,6 +187,13 @@ def test_names_that_all_fit_are_left_out_of_schemas():
                 "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
             ),
         ),
+        (
+            "harmony",
+            (
+                "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+                '{"o": {"k": [true, null]}, "s": "it\'s"}'
+            ),
+        ),
         ("mistral-args", '[TOOL_CALLS]f[ARGS]{"o": {"k": [true, null]}, "s": "it\'s"}'),
         (
             "kimi",
@@ -284,10 +291,11 @@ def test_special_tokens_as_tags(name):
     reads = from_tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>"))  # noqa: S106 - no password
     function = {"name": "get_weather", "parameters": WEATHER}
     calls = [Call("get_weather", {"city": "<b>O's\n", "days": 3}), Call("get_weather", {"city": "", "days": 4})]
+    calls = calls if dialect.parallel else calls[:1]
     text = dialect.written(calls)
     for must in (True, False):
         tools = tools_of(dialect, [function], must=must, specials=specials)
-        said = "" if must else "Well <b> "
+        said = "" if must or dialect.plain else "Well <b> "
 
         def fits_as(ids, tools=tools):
             matcher = LLMatcher(reads, LLMatcher.grammar_from_lark(tools.grammar(None)), log_level=0)
@@ -311,11 +319,13 @@ def test_text_before_calls(name):
     dialect = DIALECTS[name]
     tools = tools_of(dialect, [{"name": "get_weather", "parameters": WEATHER}], must=False)
     call = dialect.written([Call("get_weather", {"city": "Oslo", "days": 3})])
-    said = "Let me look < [ { now. " if dialect.marker else ""
+    said = "Let me look < [ { now. " if dialect.marker and not dialect.plain else ""
     assert fits(tools, said + call)
     whole = read(tools, said + call)
     assert (whole[0], pairs(whole[1])) == (said, [("get_weather", '{"city": "Oslo", "days": 3}')])
     assert read(tools, said + call, range(1, len(said + call))) == whole
-    assert fits(tools, "No call.")
-    assert read(tools, "No call.", range(1, 8)) == ("No call.", [])
+    plain = f"{dialect.plain}No call."
+    assert fits(tools, plain)
+    assert read(tools, plain, range(1, len(plain))) == ("No call.", [])
+    assert fits(tools, "No call.") is not bool(dialect.plain)
     assert not fits(tools, said + call.replace("3", "2"))

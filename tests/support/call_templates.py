@@ -114,6 +114,9 @@ TEMPLATES = {
         "<|tool_calls_section_begin|>",
         closing="<|tool_calls_section_end|>",
     ),
+    "harmony": template(
+        " to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}<|call|>"
+    ),
     "gemma": template("<|tool_call>" + _gemma('<|"|>') + "<tool_call|>"),
     "functiongemma": template("<start_function_call>" + _gemma("<escape>") + "<end_function_call>"),
     "lfm2": template(

@@ -73,6 +73,7 @@ class ToolSet:
         marker = self.format.marker
         if self.must:
             return [f"start: {grammar.text(marker)} {calls}"]
+        plain = grammar.text(self.format.plain)
         if not marker:
             if form is not None:
                 raise ApiError(
@@ -81,7 +82,9 @@ class ToolSet:
                 )
             return [f"start: PLAIN? | {calls}", rf"PLAIN: /[^{re.escape(self.format.first)}\s](.|\n)*/"]
         if form is not None:
-            return [f"start: {grammar.json(form, form, _COMPACT)} | {grammar.text(marker)} {calls}"]
+            return [f"start: {plain} {grammar.json(form, form, _COMPACT)} | {grammar.text(marker)} {calls}"]
+        if plain:
+            return [f"start: {plain} TEXT | {grammar.text(marker)} {calls}", f"TEXT: /{ANY_TEXT}/"]
         if marker in self.specials:
             text = grammar.terminal(f"/{ANY_TEXT}/ & ~/{ANY_TEXT}{regex_of(marker)}{ANY_TEXT}/")
             return [f"start: {text} | {text} {grammar.text(marker)} {calls}"]
@@ -284,6 +287,12 @@ class ToolReader:
             said, self._rest = self._rest, ""
             self._plain = self._plain or bool(said)
             return said
+        plain = self.tools.format.plain
+        if plain and not self._plain:
+            if not last and plain.startswith(self._rest):
+                return ""
+            self._plain = self._rest.startswith(plain)
+            self._rest = self._rest.removeprefix(plain)
         said, found, rest = self._rest.partition(marker)
         if found:
             self._calls = True

@@ -67,6 +67,8 @@ class Dialect:
         tail: what stands after the arguments.
         between: what stands between two calls.
         closing: what stands after all of them.
+        plain: what stands before a text in place of calls.
+        earlier: what stands before and after the name in calls of earlier messages, where templates write it otherwise.
         parallel: whether an answer may hold several calls.
         ids: of calls, as chat templates take them: any, `short` ones of nine letters and digits, or `numbered` as in
             `functions.NAME:0`.
@@ -83,6 +85,8 @@ class Dialect:
     tail: str
     between: str = ""
     closing: str = ""
+    plain: str = ""
+    earlier: tuple[str, str] | None = None
     parallel: bool = True
     ids: str = "any"
     signs: tuple[str, ...] = ()
@@ -90,7 +94,7 @@ class Dialect:
     @property
     def texts(self) -> tuple[str, ...]:
         """The fixed texts, among which special tokens may be."""
-        own = (self.marker, self.opening, self.head, self.middle, self.tail, self.between, self.closing)
+        own = (self.marker, self.opening, self.head, self.middle, self.tail, self.between, self.closing, self.plain)
         return (*own, *self.arguments.texts)
 
     @property
@@ -105,6 +109,13 @@ class Dialect:
             text = f"{self.head}{call.name}{self.middle}{self.arguments.written(call.arguments)}{self.tail}"
             made.append(text.replace(_ID, str(place) if self.ids == "numbered" else call.id))
         return f"{self.marker}{self.opening}{self.between.join(made)}{self.closing}"
+
+    def rendered(self, call: Call) -> str:
+        """A call of an earlier message as chat templates write it."""
+        if self.earlier is None:
+            return self.written([call])
+        before, after = self.earlier
+        return f"{before}{call.name}{after}{self.arguments.written(call.arguments)}{self.tail}"
 
     def terms(self, grammar: Grammar, functions: Sequence[Signature], *, several: bool) -> str:
         """Terms of Lark for calls, without the marker.
@@ -347,6 +358,19 @@ DIALECTS = {
             closing="<|tool_calls_section_end|>",
             ids="numbered",
             signs=("<|tool_calls_section_begin|>",),
+        ),
+        Dialect(
+            name="harmony",
+            models="gpt-oss",
+            marker="<|channel|>commentary to=functions.",
+            head="",
+            middle=" <|constrain|>json<|message|>",
+            arguments=_JSON,
+            tail="",
+            plain="<|channel|>final<|message|>",
+            earlier=(" to=functions.", "<|channel|>commentary json<|message|>"),
+            parallel=False,
+            signs=("<|channel|>", "functions."),
         ),
         Dialect(
             name="gemma",
