@@ -170,14 +170,14 @@ def test_forced_tokens_are_the_only_legal_ones(spent, budget):
 
 # --- models that write in channels ------------------------------------------------------------------------------------
 
-CHANNELS = ReasoningMarkers(BEGIN, STOP, opening=(WORD,), turn=(WORD,), answer=(BEGIN, BEGIN))
+CHANNELS = ReasoningMarkers(BEGIN, STOP, opening=(WORD, STOP), turn=(WORD,), answer=(BEGIN, BEGIN))
 
 
 def place_in_channels(output, spent):
     """Where an output ends: the part, how many tokens of reasoning, and what there is of the part."""
     at, count, part = "begins" if spent is None else "inside", spent or 0, ()
     headers = {
-        ("begins", (BEGIN, WORD)): "inside",
+        ("begins", (BEGIN, WORD, STOP)): "inside",
         ("begins", (BEGIN, BEGIN)): "answers",
         ("turns", (WORD, BEGIN, BEGIN)): "answers",
     }
@@ -195,7 +195,7 @@ def legal_in_channels(output, spent, budget, formed):
     """Which tokens may come next."""
     at, count, part = place_in_channels(output, spent)
     if at == "begins":
-        return [[BEGIN], [WORD, BEGIN]][len(part)]
+        return [[BEGIN], [WORD, BEGIN], [STOP]][len(part)]
     if at == "turns":
         return [(WORD, BEGIN, BEGIN)[len(part)]]
     if at == "inside":
@@ -251,11 +251,12 @@ def cut_in_channels(ids, spent=None, **options):
 
 
 def test_headers_count_as_markers():
-    assert cut_in_channels([BEGIN, WORD, WORD, STOP, WORD, BEGIN, BEGIN, WORD, END]) == ([1] * 7 + [0, 0], "stop")
+    first = CHANNELS.first
+    assert cut_in_channels([*first, WORD, STOP, WORD, BEGIN, BEGIN, WORD, END]) == ([1] * 8 + [0, 0], "stop")
     assert cut_in_channels([BEGIN, BEGIN, WORD, END]) == ([1, 1, 0, 0], "stop")
     assert cut_in_channels([STOP, BEGIN, WORD], max_tokens=3) == ([0, 0, 0], "length")
-    again = [BEGIN, WORD, STOP, WORD, BEGIN, WORD, WORD, STOP, WORD, BEGIN, BEGIN, WORD]
-    assert cut_in_channels(again, max_tokens=12) == ([1] * 11 + [0], "length")
+    again = [*first, STOP, WORD, *first, WORD, STOP, WORD, BEGIN, BEGIN, WORD]
+    assert cut_in_channels(again, max_tokens=14) == ([1] * 13 + [0], "length")
     assert cut_in_channels([WORD, STOP, WORD, BEGIN, BEGIN, WORD], spent=0, max_tokens=6)[0] == [1] * 5 + [0]
 
 

@@ -218,8 +218,10 @@ class ReasoningConstraint(Constraint):
         answers: dict[bool, dict[int, Sequence[int]]] = {True: {}, False: {}}  # of some rows, after reasoning or not
         for row, path in enumerate(paths):
             begun = reasoning.answer(path)
-            if begun is not None or reasoning.may_begin(path):
+            if begun is not None or (reasoning.may_begin(path) and self._fits(path)):
                 answers[bool(begun)][row] = path[begun or 0 :]
+            elif reasoning.may_begin(path):
+                masks[row] = False
             else:
                 self._limit(masks[row], reasoning.after(path))
         for reasoned, rows in answers.items():
@@ -229,6 +231,11 @@ class ReasoningConstraint(Constraint):
             if reasoning.may_begin(path):
                 masks[row, reasoning.markers.first[len(path)]] = True
         return masks
+
+    def _fits(self, path: Sequence[int]) -> bool:
+        """Whether an answer without reasoning may begin so, as the first tokens of the marker do."""
+        places = range(len(path))
+        return all(self._fitting((), [path[:place]], reasoned=False)[0, path[place]] for place in places)
 
     def _limit(self, mask: Bool[Tensor, " vocab"], reasoning: Reasoning) -> None:
         """Mask what may not follow where the model reasons."""
