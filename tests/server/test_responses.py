@@ -428,6 +428,18 @@ def test_the_grammar_of_a_custom_tool(kept, caplog):
     assert ("is not kept to" in caplog.text) is not kept
 
 
+def test_grammars_of_custom_tools_that_cannot_be_read():
+    wrong = ["", "x", "start: x", 'start: "a" }', "}\nstart: /a/", "start: /(/", "%llguidance {}", "start: %lark {"]
+    legal = ['start: "}"', "start: /[{}]+/ // }", 'start: "a" | b\nb: %json {"type": "null"}']
+    with running(stories(drafter="none"), tool_format="qwen-xml") as (base, _):
+        for definition in (*wrong, *legal):
+            tools = [custom(syntax="lark", definition=definition)]
+            answer = post(base, PATH, input="x", tools=tools, tool_choice="required", max_output_tokens=40)
+            assert answer.status_code == (200 if definition in legal else 400), (definition, answer.text)
+            if definition in wrong:
+                assert error_of(answer)["param"] == "tools"
+
+
 def test_inputs_of_custom_tools_come_in_any_pieces():
     body = validated(RESPONSES.body, {"input": "x", "tools": [custom()]})
     tools = ToolSet(DIALECTS["hermes"], (RESPONSES.asked(body).tools[0].function,), True, True, {})
