@@ -216,7 +216,7 @@ def test_headers_and_the_limit_are_a_mask_of_the_prefix(spent, budget, formed):
     answer = Alternating() if formed else None
     constraint = ReasoningConstraint(Reasoning(CHANNELS, spent), VOCAB, budget, answer, [END])
     outputs, seen = [()], 0
-    for _ in range(7):
+    for _ in range(8):
         for output in outputs:
             expected = mask_in_channels(output, spent, budget, formed)
             for cut in range(len(output) + 1):
@@ -229,7 +229,7 @@ def test_headers_and_the_limit_are_a_mask_of_the_prefix(spent, budget, formed):
             for output in outputs
             if END not in output
             for token in legal_in_channels(output, spent, budget, formed)
-        ][:300]
+        ][-60:]
     assert seen or budget is None
 
 

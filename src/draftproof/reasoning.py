@@ -117,8 +117,8 @@ def reasoning_markers(tokenizer: Any) -> ReasoningMarkers | None:
     if not isinstance(template, str):
         return None
     added = {str(token.content): place for place, token in tokenizer.added_tokens_decoder.items()}
-    if found_in_channels := _channels(tokenizer, template, added):
-        return found_in_channels
+    if channels := _channels(tokenizer, template, added):
+        return channels
     named = [*_declared(tokenizer), *((begin, end) for begin, end in _MARKERS if end in template)]
     found = next(((added[begin], added[end]) for begin, end in named if begin in added and end in added), None)
     if named and found is None:

@@ -16,7 +16,7 @@ JUNK = ("analysis", "final", "commentary", "assistant", "<|")
 CALL = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
 
 
-@pytest.fixture(scope="module", params=["none", "model"])
+@pytest.fixture(scope="module", params=[pytest.param("none", marks=pytest.mark.slow), "model"])
 def base(request):
     with running(channel_engine(request.param)) as (made, _):
         yield made

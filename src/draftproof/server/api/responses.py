@@ -51,9 +51,7 @@ from draftproof.server.tools import CallPart
 from draftproof.server.worker import Piece
 
 _FREE = re.compile(rf'\s*{{\s*"{FREE}"\s*:\s*"')
-_WHOLE = re.compile(
-    r"""(?:[^"\\]|\\u00[01][0-9a-fA-F]|\\[^u])*"""
-)  # of a JSON text as grammars make it; no letter is cut
+_WHOLE = re.compile(r'(?:[^"\\]|\\u00[01][0-9a-fA-F]|\\[^u])*')  # letters of a JSON text as grammars make it, none cut
 _Event = tuple[str, dict[str, Any]]  # its type without "response.", and what it says
 
 
