@@ -67,7 +67,7 @@ def same(response):
 
 def test_an_answer(client):
     made = client.responses.create(
-        model="story", input=QUESTION, instructions="Be kind.", max_output_tokens=8, metadata={"a": "b"}
+        model="story", input=QUESTION, instructions="Be kind.", max_output_tokens=8, temperature=0, metadata={"a": "b"}
     )
     assert made.id.startswith("resp_")
     assert (made.status, made.incomplete_details.reason) == ("incomplete", "max_output_tokens")

@@ -192,12 +192,6 @@ class Function(Body):
     strict: bool = True
 
 
-class FreeFunction(Function):
-    """A function whose one argument is a text that fits a grammar; no request to the chats' endpoint names one."""
-
-    lark: str
-
-
 class Tool(Body):
     """A tool that the model may call."""
 
