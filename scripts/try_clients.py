@@ -6,7 +6,8 @@ FOLDER keeps the clients' packages (npm and pip fetch them by name, about 1.5 GB
 weights. Each client runs in a home of its own: once with a question, once with a question for which it has to call a
 tool and to send back what the tool said. The model would call none, so a proxy names one tool in the first request and
 none when a result is there; the tool only reads, and its arguments are fixed. Nothing else of a request is changed.
-Prints a table; exits with 1 if anything failed. Needs node and npm, and Linux on x86_64 for Codex and opencode.
+Prints a table; exits with 1 if anything failed. Needs node and npm, and Linux on x86_64 for Claude Code, Codex and
+opencode.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ def _sdk(config: str, api: str) -> Client:
     )
 
 
+_CLAUDE = "@anthropic-ai/claude-code-linux-x64"
 _CODEX = "FOLDER/node_modules/codex/vendor/x86_64-unknown-linux-musl/bin/codex"
 CLIENTS = {
     "aider": Client(
@@ -121,6 +123,13 @@ CLIENTS = {
         ],
         variables={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
         remark="calls no tools",
+    ),
+    "claude": Client(
+        "claude",
+        f"{_CLAUDE}@2.1.197",
+        (f"FOLDER/node_modules/{_CLAUDE}/claude", "-p", "PROMPT"),
+        tool=("Read", {"file_path": f"WORK/{FILE}"}),
+        variables={"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1"},
     ),
     "codex": Client(
         "codex",

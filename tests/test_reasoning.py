@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
+from draftproof.backends.loading.fast_tokenizer import Description, FastTokenizer, describe
 from draftproof.cli._continue import GenerateRun, PromptInput
 from draftproof.engine.prompts import PromptReader
 from draftproof.engine.registry import make_verifier
@@ -68,7 +69,7 @@ def legal(output, spent, budget, formed):
     return found
 
 
-def by_hand(target, spent, budget, formed, most):
+def by_hand(target, spent, budget, formed, most, legal=legal):
     """Outputs and their probabilities, by walking through all of them."""
     found, open_ = {}, [((), 1.0)]
     while open_:
@@ -85,7 +86,7 @@ def by_hand(target, spent, budget, formed, most):
     return found
 
 
-def found_by(drafter, rule, target, asked, most, change=lambda constraint: constraint):
+def found_by(drafter, rule, target, asked, most, change=lambda constraint: constraint, markers=MARKERS):
     """The same of an engine, by enumerating its draws."""
     spent, budget, formed = asked
 
@@ -101,7 +102,7 @@ def found_by(drafter, rule, target, asked, most, change=lambda constraint: const
         request = engine.add(
             PROMPT,
             SamplingParams(max_tokens=most, thinking_token_budget=budget, grammar="json_object" if formed else None),
-            reasoning=Reasoning(MARKERS, spent),
+            reasoning=Reasoning(markers, spent),
             constraint=Alternating() if formed else None,
         )[0]
         request.transforms.__dict__["constraint"] = change(request.transforms.constraint)
@@ -167,6 +168,98 @@ def test_forced_tokens_are_the_only_legal_ones(spent, budget):
     assert seen
 
 
+# --- models that write in channels ------------------------------------------------------------------------------------
+
+CHANNELS = ReasoningMarkers(BEGIN, STOP, opening=(WORD, STOP), turn=(WORD,), answer=(BEGIN, BEGIN))
+
+
+def place_in_channels(output, spent):
+    """Where an output ends: the part, how many tokens of reasoning, and what there is of the part."""
+    at, count, part = "begins" if spent is None else "inside", spent or 0, ()
+    headers = {
+        ("begins", (BEGIN, WORD, STOP)): "inside",
+        ("begins", (BEGIN, BEGIN)): "answers",
+        ("turns", (WORD, BEGIN, BEGIN)): "answers",
+    }
+    for token in output:
+        part = (*part, token)
+        if at == "inside":
+            count += token != STOP
+            at, part = ("turns", ()) if token == STOP else (at, part)
+        elif (at, part) in headers:
+            at, part = headers[at, part], ()
+    return at, count, part
+
+
+def legal_in_channels(output, spent, budget, formed):
+    """Which tokens may come next."""
+    at, count, part = place_in_channels(output, spent)
+    if at == "begins":
+        return [[BEGIN], [WORD, BEGIN], [STOP]][len(part)]
+    if at == "turns":
+        return [(WORD, BEGIN, BEGIN)[len(part)]]
+    if at == "inside":
+        return [STOP] if budget is not None and count >= budget else [WORD, BEGIN, STOP, *([] if formed else [END])]
+    if not formed:
+        return [WORD, BEGIN, STOP, END]
+    return [BEGIN, STOP, END] if len(part) % 2 == 0 else [WORD]
+
+
+def mask_in_channels(*asked):
+    return [token in legal_in_channels(*asked) for token in range(VOCAB)]
+
+
+@pytest.mark.parametrize("spent", [None, 0, 1])
+@pytest.mark.parametrize(("budget", "formed"), [(0, True), (1, True), (1, False), (2, False), (None, True)])
+def test_headers_and_the_limit_are_a_mask_of_the_prefix(spent, budget, formed):
+    """However an output is divided into what is committed and what is drafted."""
+    answer = Alternating() if formed else None
+    constraint = ReasoningConstraint(Reasoning(CHANNELS, spent), VOCAB, budget, answer, [END])
+    outputs, seen = [()], 0
+    for _ in range(8):
+        for output in outputs:
+            expected = mask_in_channels(output, spent, budget, formed)
+            for cut in range(len(output) + 1):
+                assert constraint.allowed(output[:cut], [(), output[cut:]])[1].tolist() == expected, (output, cut)
+            for place, token in enumerate(forced := constraint.forced(output)):
+                assert legal_in_channels([*output, *forced[:place]], spent, budget, formed) == [token]
+            seen += len(forced)
+        outputs = [
+            (*output, token)
+            for output in outputs
+            if END not in output
+            for token in legal_in_channels(output, spent, budget, formed)
+        ][-60:]
+    assert seen or budget is None
+
+
+@pytest.mark.parametrize("name", ["none", "model", "suffix"])
+@pytest.mark.parametrize("asked", [(None, 0, True), (0, 1, True)])
+def test_the_distribution_in_channels_is_the_targets_with_the_mask(name, asked):
+    target = TableModel(VOCAB, 1)
+    found = found_by(DRAFTERS[name], "block", target, asked, 6, markers=CHANNELS)
+    expected = by_hand(target, *asked, 6, mask_in_channels)
+    assert total_variation(found, expected) < 1e-9
+    assert len(expected) > 2
+    assert total_variation(found, by_hand(target, *asked, 6)) > 0.01, "another mask has another distribution"
+
+
+def cut_in_channels(ids, spent=None, **options):
+    cutter = Cutter(SamplingParams(**options), [END], None, reasoning=Reasoning(CHANNELS, spent))
+    kept = [cutter.cut([token]) for token in ids]
+    return [each.reasoning_tokens for each in kept], cutter.finish
+
+
+def test_headers_count_as_markers():
+    first = CHANNELS.first
+    assert cut_in_channels([*first, WORD, STOP, WORD, BEGIN, BEGIN, WORD, END]) == ([1] * 8 + [0, 0], "stop")
+    assert cut_in_channels([BEGIN, BEGIN, WORD, END]) == ([1, 1, 0, 0], "stop")
+    assert cut_in_channels([STOP, BEGIN, WORD], max_tokens=3) == ([0, 0, 0], "length")
+    again = [*first, STOP, WORD, *first, WORD, STOP, WORD, BEGIN, BEGIN, WORD]
+    assert cut_in_channels(again, max_tokens=14) == ([1] * 13 + [0], "length")
+    assert cut_in_channels([WORD, STOP, WORD, BEGIN, BEGIN, WORD], spent=0, max_tokens=6)[0] == [1] * 5 + [0]
+
+
 # --- where it begins --------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +293,24 @@ def test_markers_are_tokens_that_the_template_names(caplog):
     with caplog.at_level(logging.WARNING):
         assert reasoning_markers(tokenizer) is None
     assert "[THINK] and [/THINK], are no tokens" in caplog.text
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "thinking"])
+def test_markers_that_a_checkpoint_names_itself(field):
+    """In the template that transformers reads answers back with; its own reader takes it, too."""
+    tokenizer = thinking_engine().tokenizer
+    tokenizer.chat_template = "{{ messages }}assistant:"
+    assert reasoning_markers(tokenizer) is None
+    fields = {field: {"open": "<think>\n", "close": "\n</think>"}, "content": {}}
+    tokenizer.response_template = {"start_anchor": "assistant:", "fields": fields}
+    assert reasoning_markers(tokenizer) == ReasoningMarkers(IDS["<think>"], IDS["</think>"])
+    read = tokenizer.parse_response("<think>\nHm.\n</think>Yes.", prefix="assistant:")
+    assert (read[field], read["content"]) == ("Hm.", "Yes.")
+    content, description = describe(tokenizer)
+    assert reasoning_markers(FastTokenizer(content, Description(**description), lambda: None)).begin == IDS["<think>"]
+    for wrong in ({"fields": []}, {"fields": {field: "<think>"}}, {"fields": {field: {"open": ["<think>"]}}}, "x"):
+        tokenizer.response_template = wrong
+        assert reasoning_markers(tokenizer) is None
 
 
 def test_a_template_that_is_replaced_counts():

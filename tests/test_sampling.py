@@ -342,7 +342,7 @@ BAD = [
     ({"stop": "\ud800"}, "stop: expected .*, got "),
     ({"stop_token_ids": [1.0]}, "stop_token_ids: expected .*, got 1.0"),
     ({"ignore_eos": 1}, "ignore_eos: expected True or False.*, got 1$"),
-    ({"max_tokens": 0}, "max_tokens: expected an integer >= 1.*, got 0$"),
+    ({"max_tokens": -1}, "max_tokens: expected an integer >= 0.*, got -1$"),
     ({"min_tokens": -1}, "min_tokens: expected .*, got -1"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens: expected 0 <= min_tokens <= max_tokens=8, got 9$"),
     ({"seed": 2**63}, "seed: expected .*, got 9223372036854775808"),

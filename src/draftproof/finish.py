@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from draftproof.errors import UserError
-from draftproof.reasoning import Reasoning
+from draftproof.reasoning import Reasoning, ReasoningMarkers
 from draftproof.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Cutter:
     only before it begins: what has a form is whole, or is cut off by the length.
 
     Where the model reasons before its answer, only EOS and the length can end the request there. The text of the
-    reasoning is kept apart; its markers are in no text, nor are line breaks beside them.
+    reasoning is kept apart; its markers and the headers of answers are in no text, nor are line breaks beside them.
 
     Args:
         params: sampling parameters of the request.
@@ -170,6 +170,7 @@ class Cutter:
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids)
         self._limit = min((bound for bound in (params.max_tokens, context_left) if bound is not None), default=None)
+        self._tokenizer = tokenizer
         self._decoder = TextDecoder(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._form = params.form
         self._formed = self._form is not None and self._form.search("") is not None
@@ -177,6 +178,8 @@ class Cutter:
         self._measured = 0
         self._sent = 0
         self._markers = None if reasoning is None else reasoning.markers
+        self._headers = {} if reasoning is None or reasoning.spent is not None else _headers(reasoning.markers, ())
+        self._header: list[int] = []  # tokens that may be the beginning of one of them
         self._thoughts = TextDecoder(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._reasons = reasoning is not None and reasoning.spent is not None
         self._breaks = ""  # at the end of the reasoning so far
@@ -199,10 +202,11 @@ class Cutter:
         before = self.count
         thought = len(self.reasoning)
         tokens = self.reasoning_tokens
+        self._end_by_length()  # where no token is wanted
         for token in emitted:
-            self._push(token)
             if self.finish is not None:
                 break
+            self._push(token)
         safe = len(self.text) - (0 if self.finish else self._open())
         fresh, self._sent = self.text[self._sent : safe], safe
         made = self.reasoning[thought:], self.reasoning_tokens - tokens
@@ -210,14 +214,28 @@ class Cutter:
 
     def _push(self, token: int) -> None:
         self.count += 1
-        if self._markers is not None and self.count == 1 and token == self._markers.begin and not self._reasons:
-            self._reasons = True
-            self.reasoning_tokens = 1
+        if self._headers and self._in_header(token):
+            self.reasoning_tokens += 1
             self._end_by_length()
         elif self._reasons and token not in self._eos:
             self._think(token)
         else:
             self._say(token)
+
+    def _in_header(self, token: int) -> bool:
+        """Whether a token belongs to what reasoning or an answer begins with; what only looked like it is text."""
+        self._header.append(token)
+        given = tuple(self._header)
+        if given in self._headers:
+            self._reasons = self._headers[given]
+        elif any(each[: len(given)] == given for each in self._headers):
+            return True
+        found = given in self._headers
+        self._headers = {}
+        for each in () if found else given[:-1]:
+            self._append(self._decoder.push(each))
+        self._header = []
+        return found
 
     def _think(self, token: int) -> None:
         """Add a token of the reasoning."""
@@ -226,11 +244,14 @@ class Cutter:
         self._end_by_length()
         self._reasons = token != self._markers.end
         self._begins = not self._reasons
+        if not self._reasons and self._markers.turn:
+            self._headers = _headers(self._markers, self._markers.turn)
         text = self._breaks + (self._thoughts.push(token) if self._reasons else "")
         if self.finish is not None or not self._reasons:
             text += self._thoughts.flush()
+            self._thoughts = TextDecoder(self._tokenizer, skip_special_tokens=self._params.skip_special_tokens)
         fresh = text.rstrip("\n")
-        self._breaks = text[len(fresh) :]
+        self._breaks = text[len(fresh) :] if self._reasons else "\n"  # before what the model may reason again
         self.reasoning += fresh if self.reasoning else fresh.lstrip("\n")
 
     def _end_by_length(self) -> None:
@@ -294,6 +315,13 @@ class Cutter:
         sizes = zip(self._stops, self._overlaps, strict=True)
         self._overlaps = [overlap(self.text, stop, size + new) for stop, size in sizes]
         return max(self._overlaps)
+
+
+def _headers(markers: ReasoningMarkers, before: tuple[int, ...]) -> dict[tuple[int, ...], bool]:
+    """What reasoning and an answer begin with at a place, and whether that is reasoning."""
+    made = {(*before, *markers.first): True, (*before, *markers.answer): False}
+    made.pop((), None)
+    return made
 
 
 def overlap(text: str, stop: str, most: int | None = None) -> int:

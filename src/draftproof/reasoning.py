@@ -2,17 +2,18 @@
 
 Models of many families write what they reason between two markers, such as `<think>` and `</think>`, and then the
 answer. Some chat templates write the first marker into the prompt. Both markers must be single tokens of the model, so
-that a text which only looks like one is none.
+that a text which only looks like one is none. Models that write in channels (gpt-oss) have headers of several tokens
+instead, before the reasoning and before the answer.
 
 The limit is a mask that depends on the tokens before it only, as a grammar's: at the limit the end marker is the one
 legal token. Hence the output distribution is that of the target with this mask, with and without drafts, and drafts may
-cross the end of the reasoning. A grammar begins after it.
+cross the end of the reasoning. A grammar begins after it, and after the header of the answer.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +33,7 @@ _MARKERS = (
     ("<mm:think>", "</mm:think>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
+_FIELDS = ("reasoning_content", "thinking")  # names of the reasoning in templates of answers
 MOST_BLANK = 4  # tokens that a template may write after a marker
 
 
@@ -42,10 +44,25 @@ class ReasoningMarkers:
     Attributes:
         begin: id of the token that reasoning begins with.
         end: id of the token that it ends with.
+        opening: ids that follow the first one and belong to it.
+        turn: ids between the end of the reasoning and what follows.
+        answer: ids of the header of an answer.
     """
 
     begin: int
     end: int
+    opening: tuple[int, ...] = ()
+    turn: tuple[int, ...] = ()
+    answer: tuple[int, ...] = ()
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """All ids that reasoning begins with."""
+        return (self.begin, *self.opening)
+
+    def header(self, *, reasoned: bool) -> tuple[int, ...]:
+        """The ids before an answer, after reasoning or without it."""
+        return (*self.turn, *self.answer) if reasoned else self.answer
 
 
 @dataclass(frozen=True)
@@ -62,10 +79,17 @@ class Reasoning:
     spent: int | None = None
 
     def start(self, output_ids: Sequence[int]) -> int | None:
-        """The place of the first token of reasoning in an output; None where its first token is that of an answer."""
+        """The place of the first token of reasoning in an output; None where it does not begin with the marker."""
         if self.spent is not None:
             return 0
-        return 1 if output_ids and output_ids[0] == self.markers.begin else None
+        first = self.markers.first
+        return len(first) if tuple(output_ids[: len(first)]) == first else None
+
+    def may_begin(self, output_ids: Sequence[int]) -> bool:
+        """Whether an output is empty or a part of the marker that reasoning begins with."""
+        first = self.markers.first
+        size = len(output_ids)
+        return self.spent is None and size < len(first) and tuple(output_ids) == first[:size]
 
     def after(self, output_ids: Sequence[int]) -> Reasoning:
         """The same for what follows an output in which the model still reasons, or that is empty."""
@@ -73,15 +97,18 @@ class Reasoning:
         return self if start is None else replace(self, spent=(self.spent or 0) + len(output_ids) - start)
 
     def answer(self, output_ids: Sequence[int]) -> int | None:
-        """The place where the answer begins in an output; None where it is not known yet, or the model reasons."""
+        """The place where the answer or its header begins in an output; None where it reasons, or that is not known."""
         start = self.start(output_ids)
         if start is None:
-            return 0 if output_ids else None
+            return None if self.may_begin(output_ids) else 0
         return output_ids.index(self.markers.end, start) + 1 if self.markers.end in output_ids[start:] else None
 
 
 def reasoning_markers(tokenizer: Any) -> ReasoningMarkers | None:
-    """The markers of a model; None where its chat template has none, or they are not tokens of their own.
+    """The markers of a model; None where its templates have none, or they are not tokens of their own.
+
+    A checkpoint may name them itself, in the template that transformers reads answers back with; else its chat template
+    has those of a known family.
 
     Args:
         tokenizer: with the chat template; None for none.
@@ -90,13 +117,38 @@ def reasoning_markers(tokenizer: Any) -> ReasoningMarkers | None:
     if not isinstance(template, str):
         return None
     added = {str(token.content): place for place, token in tokenizer.added_tokens_decoder.items()}
-    named = [(begin, end) for begin, end in _MARKERS if end in template]
+    if channels := _channels(tokenizer, template, added):
+        return channels
+    named = [*_declared(tokenizer), *((begin, end) for begin, end in _MARKERS if end in template)]
     found = next(((added[begin], added[end]) for begin, end in named if begin in added and end in added), None)
     if named and found is None:
         _log.warning(
             "the markers of reasoning, %s and %s, are no tokens of this model: it is left in the text", *named[0]
         )
     return None if found is None else ReasoningMarkers(*found)
+
+
+def _channels(tokenizer: Any, template: str, added: Mapping[str, int]) -> ReasoningMarkers | None:
+    """The markers of a model that writes in channels, as OpenAI's format "harmony" has them."""
+    end, *others = ("<|end|>", "<|start|>", "<|channel|>", "<|message|>")
+    if f"{others[1]}analysis" not in template or not {end, *others} <= added.keys():
+        return None
+    first, turn, answer = (
+        tuple(int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"])
+        for text in ("<|channel|>analysis<|message|>", "<|start|>assistant", "<|channel|>final<|message|>")
+    )
+    return ReasoningMarkers(first[0], added[end], first[1:], turn, answer)
+
+
+def _declared(tokenizer: Any) -> Iterator[tuple[str, str]]:
+    """The markers in a checkpoint's template of answers (`response_template`)."""
+    template = getattr(tokenizer, "response_template", None)  # of newer versions of transformers
+    fields = template.get("fields") if isinstance(template, dict) else None
+    for name in _FIELDS:
+        field = fields.get(name) if isinstance(fields, dict) else None
+        begin, end = (field.get("open"), field.get("close")) if isinstance(field, dict) else (None, None)
+        if isinstance(begin, str) and isinstance(end, str):
+            yield begin.strip(), end.strip()
 
 
 def reasoning_after(prompt_ids: Sequence[int], markers: ReasoningMarkers, blank: set[int]) -> Reasoning | None:
@@ -107,8 +159,10 @@ def reasoning_after(prompt_ids: Sequence[int], markers: ReasoningMarkers, blank:
         markers: of the model.
         blank: ids among the last ones of the prompt that are blanks only.
     """
+    first = markers.first
     for spent, token in enumerate(reversed(prompt_ids[-MOST_BLANK - 1 :])):
-        if token == markers.begin:
+        end = len(prompt_ids) - spent
+        if tuple(prompt_ids[max(end - len(first), 0) : end]) == first:
             return Reasoning(markers, spent)
         if token == markers.end:
             return None
@@ -122,6 +176,7 @@ class ReasoningConstraint(Constraint):
 
     While the model reasons every token is legal up to the limit; EOS is not where the answer has a form, since it would
     be missing. A marker that the model writes by itself counts as the first token of the output, and not to the limit.
+    Where answers have a header, that follows, so that a model which reasons again after the end cannot.
 
     Args:
         reasoning: of the request.
@@ -154,22 +209,33 @@ class ReasoningConstraint(Constraint):
     def allowed(self, output_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> Bool[Tensor, "rows vocab"]:
         begun = self._reasoning.answer(output_ids)
         if begun is not None:
-            return self._fitting(output_ids[begun:], paths)
+            return self._fitting(output_ids[begun:], paths, reasoned=begun > 0)
+        if self._reasoning.may_begin(output_ids):
+            paths = [(*output_ids, *path) for path in paths]
+            output_ids = ()
         reasoning = self._reasoning.after(output_ids)
         masks = torch.ones(len(paths), self._vocab_size, dtype=torch.bool)
-        answers = dict[int, Sequence[int]]()  # what some rows have of their answer
+        answers: dict[bool, dict[int, Sequence[int]]] = {True: {}, False: {}}  # of some rows, after reasoning or not
         for row, path in enumerate(paths):
             begun = reasoning.answer(path)
-            if begun is not None or reasoning.start(path) is None:
-                answers[row] = path[begun or 0 :]
+            if begun is not None or (reasoning.may_begin(path) and self._fits(path)):
+                answers[bool(begun)][row] = path[begun or 0 :]
+            elif reasoning.may_begin(path):
+                masks[row] = False
             else:
                 self._limit(masks[row], reasoning.after(path))
-        if answers:
-            masks[list(answers)] = self._fitting((), list(answers.values()))
+        for reasoned, rows in answers.items():
+            if rows:
+                masks[list(rows)] = self._fitting((), list(rows.values()), reasoned=reasoned)
         for row, path in enumerate(paths):
-            if reasoning.spent is None and not path:
-                masks[row, reasoning.markers.begin] = True
+            if reasoning.may_begin(path):
+                masks[row, reasoning.markers.first[len(path)]] = True
         return masks
+
+    def _fits(self, path: Sequence[int]) -> bool:
+        """Whether an answer without reasoning may begin so, as the first tokens of the marker do."""
+        places = range(len(path))
+        return all(self._fitting((), [path[:place]], reasoned=False)[0, path[place]] for place in places)
 
     def _limit(self, mask: Bool[Tensor, " vocab"], reasoning: Reasoning) -> None:
         """Mask what may not follow where the model reasons."""
@@ -179,8 +245,26 @@ class ReasoningConstraint(Constraint):
         elif self._answer is not None:
             mask[self._eos] = False
 
-    def _fitting(self, answer_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> Bool[Tensor, "rows vocab"]:
-        """What may follow each path in an answer."""
+    def _fitting(
+        self, answer_ids: Sequence[int], paths: Sequence[Sequence[int]], *, reasoned: bool
+    ) -> Bool[Tensor, "rows vocab"]:
+        """What may follow each path in an answer, its header before it."""
+        header = self._reasoning.markers.header(reasoned=reasoned)
+        if len(answer_ids) >= len(header):
+            return self._after_header(answer_ids[len(header) :], paths)
+        masks = torch.zeros(len(paths), self._vocab_size, dtype=torch.bool)
+        complete = dict[int, Sequence[int]]()
+        for row, path in enumerate(paths):
+            given = (*answer_ids, *path)
+            if len(given) < len(header):
+                masks[row, header[len(given)]] = True
+            else:
+                complete[row] = given[len(header) :]
+        if complete:
+            masks[list(complete)] = self._after_header((), list(complete.values()))
+        return masks
+
+    def _after_header(self, answer_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> Bool[Tensor, "rows vocab"]:
         if self._answer is None:
             return torch.ones(len(paths), self._vocab_size, dtype=torch.bool)
         return self._answer.allowed(answer_ids, paths)
@@ -188,9 +272,14 @@ class ReasoningConstraint(Constraint):
     @override
     def forced(self, output_ids: Sequence[int]) -> list[int]:
         begun = self._reasoning.answer(output_ids)
+        markers = self._reasoning.markers
         if begun is not None:
-            return [] if self._answer is None else self._answer.forced(output_ids[begun:])
+            return self._forced_in_answer(output_ids[begun:], markers.header(reasoned=begun > 0))
         spent = self._reasoning.after(output_ids).spent
         if spent is None or self._budget is None or spent < self._budget:
             return []
-        return [self._reasoning.markers.end, *([] if self._answer is None else self._answer.forced(()))]
+        return [markers.end, *self._forced_in_answer((), markers.header(reasoned=True))]
+
+    def _forced_in_answer(self, answer_ids: Sequence[int], header: Sequence[int]) -> list[int]:
+        left = header[len(answer_ids) :]
+        return [*left, *([] if self._answer is None else self._answer.forced(answer_ids[len(header) :]))]

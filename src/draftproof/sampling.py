@@ -96,7 +96,7 @@ _INTEGERS: dict[str, tuple[int, int | None, str]] = {
     "n": (1, None, "an integer >= 1"),
     "top_k": (-1, None, "an integer >= 1, or 0 or -1 for off"),
     "min_tokens": (0, None, "an integer >= 0"),
-    "max_tokens": (1, None, "an integer >= 1, or None for no limit"),
+    "max_tokens": (0, None, "an integer >= 0, or None for no limit"),
     "seed": (-(1 << 63), (1 << 63) - 1, "an integer of 64 bits, or None"),
     "logprobs": (0, None, "an integer >= 0, or None"),
     "prompt_logprobs": (0, None, "an integer >= 0, or None"),
@@ -148,7 +148,7 @@ class SamplingParams:
         include_stop_str_in_output: show the stop string, or the text of the stop token, at the end of the text.
         ignore_eos: go on after the end-of-sequence token.
         min_tokens: EOS and stop tokens have probability 0, and stop strings do not count, before this many tokens.
-        max_tokens: the most tokens to emit; None leaves it to the model's context.
+        max_tokens: the most tokens to emit; None leaves it to the model's context, with 0 the prompt is only read.
         seed: of this request's draws; None lets the engine choose.
         logprobs: how many of the best tokens to report with each emitted one; None reports nothing.
         logprobs_mode: of what distribution: raw_logprobs, the model's own, or processed_logprobs, the one that is

@@ -317,7 +317,7 @@ def test_a_prompt_of_a_file_that_cannot_be_decoded_is_named(tmp_path):
         (["Once", "--prompts", "x"], 2, "exclude each other"),
         (["--prompts", "/nowhere/p.txt"], 1, "cannot read /nowhere/p.txt"),
         (["Once", "--top-p", "2"], 2, "top_p: expected 0 < top_p <= 1, got 2.0"),
-        (["Once", "--max-tokens", "0"], 2, "max_tokens: expected an integer >= 1, or None for no limit, got 0"),
+        (["Once", "--max-tokens", "-1"], 2, "max_tokens: expected an integer >= 0, or None for no limit, got -1"),
         (["Once", "--max-tokens", "few"], 2, "expected an integer or none"),
         (["Once", "--logit-bias", "3"], 2, "expected ID=VALUE"),
         (["Once", "--logit-bias", "3=1e9"], 2, "logit_bias"),

@@ -464,12 +464,27 @@ def test_good_prompts_beside_a_bad_one_are_not_left_behind():
     assert tokens(under_test.generate(PROMPTS[0], GREEDY)) == [reference(PROMPTS[0])]
 
 
+@pytest.mark.parametrize("verifier", ["token", "greedy_block", "gumbel"])
+def test_a_prompt_can_be_read_only(verifier):
+    under_test = engine(verifier=verifier)
+    for prompt in PROMPTS[:2]:
+        none, one = under_test.generate(
+            [prompt] * 2, [SamplingParams(max_tokens=size, prompt_logprobs=1) for size in (0, 1)]
+        )
+        assert (none.token_ids, none.text, none.finish_reason) == ((), "", "length")
+        assert [each.token_id for each in none.prompt_logprobs[1:]] == under_test.encode(prompt)[1][1:]
+        assert [each.logprob for each in none.prompt_logprobs[1:]] == pytest.approx(
+            [each.logprob for each in one.prompt_logprobs[1:]], abs=1e-4
+        )
+    assert not under_test.busy
+
+
 def test_parameters_that_do_not_fit_are_refused():
     under_test = engine()
     with pytest.raises(UserError, match="2 SamplingParams for 3 prompts"):
         under_test.generate(list(PROMPTS[:3]), [GREEDY, GREEDY])
-    with pytest.raises(ValueError, match="max_tokens: expected an integer >= 1, or None for no limit, got 0"):
-        SamplingParams(max_tokens=0)
+    with pytest.raises(ValueError, match="max_tokens: expected an integer >= 0, or None for no limit, got -1"):
+        SamplingParams(max_tokens=-1)
     with pytest.raises(UserError, match="n is 2: a stream has one continuation"):
         next(under_test.stream(PROMPTS[0], SamplingParams(n=2)))
     with pytest.raises(ValueError, match="logit_bias: expected token ids 0 <= id < 512, got 512"):

@@ -505,7 +505,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "expected 'type' to be one of 'text'"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
-        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+        ({"max_tokens": -1}, "max_tokens: expected an integer >= 0"),
         ({"max_tokens": None}, "max_tokens: Field required"),
         ({"tools": [{"name": "f"}]}, "input_schema is missing"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "name"),
@@ -535,6 +535,26 @@ def test_arguments_of_earlier_calls(base, value, status):
     assert answer.status_code == status, answer.text
 
 
+THINKING = [{"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}, {"type": "disabled"}]
+
+
+@pytest.mark.parametrize("thinking", THINKING, ids=lambda given: given["type"])
+def test_models_that_do_not_reason_answer(base, without_reasoning, thinking):
+    """One without markers, and one whose reasoning is left in its text."""
+    for each in (base, without_reasoning):
+        made = sent(each, thinking=thinking, max_tokens=8).json()
+        assert [block["type"] for block in made["content"]] == ["text"]
+        assert made["usage"]["output_tokens"] == 8
+    answer = post(without_reasoning, CHAT, messages=ASK, thinking_token_budget=1024)
+    assert answer.status_code == 400, "the field of OpenAI's API is this server's own"
+
+
+@pytest.fixture(scope="module")
+def without_reasoning():
+    with running(thinking_engine(template=OPENED), reasoning="none") as (base, _):
+        yield base
+
+
 def test_what_is_counted_needs_no_user_at_the_end(base):
     turns = [*ASK, {"role": "assistant", "content": "It is"}]
     assert sent(base, COUNT, messages=turns).json()["input_tokens"] > sent(base, COUNT).json()["input_tokens"]
@@ -548,7 +568,7 @@ def test_what_is_counted_needs_no_user_at_the_end(base):
 def test_errors_are_classes_of_the_official_client(client):
     for kind, fields in (
         (anthropic.NotFoundError, {"model": "another"}),
-        (anthropic.BadRequestError, {"max_tokens": 0}),
+        (anthropic.BadRequestError, {"max_tokens": -1}),
         (anthropic.RequestTooLargeError, {"messages": [{"role": "user", "content": "x" * 5_000_000}]}),
     ):
         with pytest.raises(kind) as raised:

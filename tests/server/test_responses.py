@@ -1,6 +1,7 @@
 """OpenAI's Responses API: the same answers as for chats, whole and streamed, by the official client and by hand."""
 
 import json
+import re
 from typing import Literal
 
 import httpx
@@ -66,7 +67,7 @@ def same(response):
 
 def test_an_answer(client):
     made = client.responses.create(
-        model="story", input=QUESTION, instructions="Be kind.", max_output_tokens=8, metadata={"a": "b"}
+        model="story", input=QUESTION, instructions="Be kind.", max_output_tokens=8, temperature=0, metadata={"a": "b"}
     )
     assert made.id.startswith("resp_")
     assert (made.status, made.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -231,6 +232,19 @@ SAME_CHATS = {
             {"role": "user", "content": "And?"},
         ],
     ),
+    "calls of a custom tool": (
+        {
+            "input": [
+                {"type": "custom_tool_call", "call_id": "c1", "name": "now", "input": "*** Begin\n"},
+                {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+            ]
+        },
+        [
+            {"role": "assistant", "content": "", "tool_calls": [
+                {"id": "c1", "function": {"name": "now", "arguments": '{"input": "*** Begin\\n"}'}}]},
+            {"role": "tool", "tool_call_id": "c1", "content": "done"},
+        ],
+    ),
     "a summary in place of thoughts, and two calls of two turns": (
         {
             "input": [
@@ -251,7 +265,7 @@ SAME_CHATS = {
 }  # fmt: skip
 TEMPLATE = """{% for t in tools or [] %}{{ t.function.name }}{{ t.function.parameters.type }}{% endfor %}<tool_call>
 {{- enable_thinking }}{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}|{{ m.content }}|
-{{- m.tool_call_id }}{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.function.name }}{{ c.function.arguments.a }}
+{{- m.tool_call_id }}{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.function.name }}{{ c.function.arguments | tojson }}
 {%- endfor %}{% endfor %}"""
 
 
@@ -322,23 +336,20 @@ def test_sampling_fields_of_chats(base):
 
 # --- tools ------------------------------------------------------------------------------------------------------------
 
-OTHERS = [
-    {"type": "web_search", "external_web_access": False},
-    {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}},
-]
+OTHERS = [{"type": "web_search", "external_web_access": False}, {"type": "mcp", "server_label": "x"}]
 
 
 def test_tools_that_are_not_called_here_are_left_out(base, caplog):
     with caplog.at_level("INFO", "draftproof.server"):
         made = post(base, PATH, input="x", tools=[*OTHERS, FLAT[1]], tool_choice="auto", max_output_tokens=2).json()
     assert [each["name"] for each in made["tools"]] == ["now"]
-    assert "custom, web_search" in caplog.text
+    assert "mcp, web_search" in caplog.text
     assert post(base, PATH, input="x", tools=OTHERS, max_output_tokens=2).json()["tools"] == []
     for choice in (
         "required",
         {"type": "function", "name": "now"},
+        {"type": "custom", "name": "now"},
         {"type": "web_search"},
-        {"type": "custom", "name": "patch"},
     ):
         answer = post(base, PATH, input="x", tools=OTHERS, tool_choice=choice)
         assert answer.status_code == 400
@@ -373,6 +384,77 @@ def test_allowed_tools(base):
         assert error_of(answer)["param"] == "tool_choice"
 
 
+def custom(name="patch", syntax=None, definition=""):
+    form = {"type": "grammar", "syntax": syntax, "definition": definition} if syntax else {"type": "text"}
+    return {"type": "custom", "name": name, "description": "Changes files.", "format": form}
+
+
+PATCH = """start: "*** Begin" LF line{1,2} "*** End"
+line: ("+" | "-") /["a-z]{0,3}/ LF
+%import common.LF
+"""
+IS_PATCH = re.compile(r"\*\*\* Begin\n([+-][\"a-z]{0,3}\n){1,2}\*\*\* End")
+
+
+def test_a_round_trip_of_a_custom_tool(client):
+    tools = [custom(syntax="regex", definition='\\+["a-c\\n\\\\]{2,9}'), FLAT[1]]
+    asked = {"model": "story", "tools": tools, "temperature": 0}
+    items = [{"role": "user", "content": QUESTION}]
+    choice = {"type": "custom", "name": "patch"}
+    made = client.responses.create(input=items, tool_choice=choice, max_output_tokens=60, **asked)
+    (call,) = made.output
+    assert (call.type, call.name) == ("custom_tool_call", "patch")
+    assert re.fullmatch(r'\+["a-c\n\\]{2,9}', call.input)
+    assert [each.type for each in made.tools] == ["custom", "function"]
+    with client.responses.stream(input=items, tool_choice=choice, max_output_tokens=60, **asked) as stream:
+        events = list(stream)
+    deltas = [each.delta for each in events if each.type == "response.custom_tool_call_input.delta"]
+    (done,) = [each.input for each in events if each.type == "response.custom_tool_call_input.done"]
+    assert "".join(deltas) == done == call.input
+    items += [call, {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "done"}]
+    assert client.responses.create(input=items, max_output_tokens=4, tool_choice="none", **asked).output_text
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_grammar_of_a_custom_tool(kept, caplog):
+    """A tagged dialect keeps to it; one that writes JSON cannot, and a line in the log says so."""
+    tools = [custom(syntax="lark", definition=PATCH)]
+    body = {"input": "x", "tools": tools, "tool_choice": "required", "max_output_tokens": 60}
+    caplog.set_level("INFO", "draftproof.server")
+    with running(stories(drafter="model"), tool_format="qwen-xml" if kept else "hermes") as (base, _):
+        for seed in range(3):
+            made = replayed(streamed(base, **body, seed=seed, parallel_tool_calls=False))
+            assert bool(IS_PATCH.fullmatch(made["output"][0]["input"])) is kept
+    assert ("is not kept to" in caplog.text) is not kept
+
+
+def test_grammars_of_custom_tools_that_cannot_be_read():
+    wrong = ["", "x", "start: x", 'start: "a" }', "}\nstart: /a/", "start: /(/", "%llguidance {}", "start: %lark {"]
+    legal = ['start: "}"', "start: /[{}]+/ // }", 'start: "a" | b\nb: %json {"type": "null"}']
+    with running(stories(drafter="none"), tool_format="qwen-xml") as (base, _):
+        for definition in (*wrong, *legal):
+            tools = [custom(syntax="lark", definition=definition)]
+            answer = post(base, PATH, input="x", tools=tools, tool_choice="required", max_output_tokens=40)
+            assert answer.status_code == (200 if definition in legal else 400), (definition, answer.text)
+            if definition in wrong:
+                assert error_of(answer)["param"] == "tools"
+
+
+def test_inputs_of_custom_tools_come_in_any_pieces():
+    body = validated(RESPONSES.body, {"input": "x", "tools": [custom()]})
+    tools = ToolSet(DIALECTS["hermes"], (RESPONSES.asked(body).tools[0].function,), True, True, {})
+    text = 'a "b" \\ \n\u0001x'
+    call = f'<tool_call>\n{{"name": "patch", "arguments": {{"input": {json.dumps(text)}}}}}\n</tool_call>'
+    pieces = [Piece(0, letter, (place,)) for place, letter in enumerate(call)]
+    pieces.append(Piece(0, "", (0,), finish_reason="stop"))
+    whole, stream = by_hand(pieces, tools=tools, tools_given=[custom()])
+    assert [each["input"] for each in whole["output"]] == [text]
+    assert same(whole) == same(stream)
+    whole, stream = by_hand([*pieces[:60], pieces[-1]], tools=tools, tools_given=[custom()])
+    assert text.startswith(whole["output"][0]["input"])
+    assert same(whole) == same(stream)
+
+
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 CODEX = {
@@ -388,7 +470,7 @@ CODEX = {
         {"type": "function_call_output", "id": "fco_1", "call_id": "c1", "output": "Exit code: 0\nOutput:\nhi\n"},
     ],
     "tools": [
-        {**FLAT[0], "strict": False},
+        {"type": "custom", "name": "apply_patch"},
         {"type": "namespace", "name": "clock", "description": "Time.", "tools": [{**FLAT[1], "strict": False}]},
         *OTHERS,
     ],
@@ -462,9 +544,9 @@ def test_a_stream_that_fails_says_why():
 # --- pieces that are made by hand: what the model reasons -------------------------------------------------------------
 
 
-def by_hand(pieces, *, tools=None, fail=None, **fields):
+def by_hand(pieces, *, tools=None, fail=None, tools_given=(), **fields):
     """The answer to pieces, whole and as events."""
-    body = validated(RESPONSES.body, {"input": "x", **fields})
+    body = validated(RESPONSES.body, {"input": "x", "tools": [*tools_given], **fields})
     engine = stories(drafter="none")
     logprobs = RESPONSES.asked(body).top_logprobs
     parsed = ParsedRequest(((1, 2),), (None,), SamplingParams(logprobs=logprobs, max_tokens=50), tools=tools)
@@ -575,7 +657,7 @@ REFUSED = [
     ({"messages": []}, "messages", "not supported"),
     ({"n": 2}, "n", "not supported"),
     ({"max_tokens": 2}, "max_tokens", "not supported"),
-    ({"max_output_tokens": 0}, "max_tokens", "expected"),
+    ({"max_output_tokens": -1}, "max_tokens", "expected"),
     ({"temperature": -1}, "temperature", "expected"),
     ({"top_logprobs": 21}, "logprobs", "at most 20"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name", "pattern"),

@@ -157,6 +157,20 @@ def test_logprobs_of_a_prompt(client, base, alone):
         assert entry[str(each.token_id)]["rank"] == each.rank
 
 
+def test_a_prompt_is_scored_without_an_answer(client):
+    options = {"model": "story", "prompt": [STORY, "The dog"], "temperature": 0, "logprobs": 1, "echo": True}
+    scored = client.completions.create(**options, max_tokens=0)
+    longer = client.completions.create(**options, max_tokens=1)
+    for none, one in zip(scored.choices, longer.choices, strict=True):
+        assert none.finish_reason == "length"
+        assert none.text == options["prompt"][none.index]
+        assert none.logprobs.tokens == one.logprobs.tokens[:-1]
+        assert none.logprobs.token_logprobs[1:] == pytest.approx(one.logprobs.token_logprobs[1:-1], abs=1e-4)
+    assert (scored.usage.completion_tokens, longer.usage.completion_tokens) == (0, 2)
+    chunks = list(client.completions.create(model="story", prompt=STORY, max_tokens=0, stream=True))
+    assert [(each.choices[0].text, each.choices[0].finish_reason) for each in chunks] == [("", "length")]
+
+
 def test_logprobs_of_a_chat_and_of_its_stream(client):
     options = {"model": "story", "messages": MESSAGES, "max_tokens": 6, "seed": 1, "logprobs": True, "top_logprobs": 3}
     whole = client.chat.completions.create(**options).choices[0].logprobs.content
@@ -335,7 +349,7 @@ REFUSED = [
     ({"n": 10_000}, "n"),
     ({"seed": 1 << 70}, "seed"),
     ({"seed": 1.5}, "seed"),
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": 1, "echo": True, "stream": True}, "echo"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),

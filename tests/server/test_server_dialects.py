@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from draftproof.server.dialects.families import DIALECTS, Call
+from draftproof.server.dialects.json_schema import without_idle_names
 from draftproof.server.schemas import Function
 from draftproof.server.tools import ToolReader, ToolSet
 from support.call_schemas import LETTERS, as_pairs, random_arguments, random_function
@@ -133,6 +134,21 @@ def test_equal_references_into_different_definitions(name):
         assert fits(tools, DIALECTS[name].written([Call(name_of, {"a": [value]})])) is legal
 
 
+def test_names_that_all_fit_are_left_out_of_schemas():
+    """As generators write them for maps; a property of that name is none, and others stay."""
+    idle = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}
+    kept = {"type": "object", "additionalProperties": {"type": "integer"}}
+    named = {"propertyNames": {"type": "string"}}
+    schema = {**idle, "properties": {**named, "a": idle, "b": {"anyOf": [idle, {"items": idle}]}}, "default": named}
+    assert without_idle_names(schema) == {
+        **kept,
+        "properties": {**named, "a": kept, "b": {"anyOf": [kept, {"items": kept}]}},
+        "default": named,
+    }
+    binding = {"propertyNames": {"pattern": "x"}}
+    assert without_idle_names(binding) == binding
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -160,6 +176,22 @@ def test_equal_references_into_different_definitions(name):
             (
                 '<minimax:tool_call>\n<invoke name="f">\n<parameter name="o">{"k": [true, null]}</parameter>\n'
                 '<parameter name="s">it\'s</parameter>\n</invoke>\n</minimax:tool_call>'
+            ),
+        ),
+        (
+            "dsml",
+            (
+                '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+                '<｜DSML｜parameter name="o" string="false">{"k": [true, null]}</｜DSML｜parameter>\n'
+                '<｜DSML｜parameter name="s" string="true">it\'s</｜DSML｜parameter>\n'
+                "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+            ),
+        ),
+        (
+            "harmony",
+            (
+                "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+                '{"o": {"k": [true, null]}, "s": "it\'s"}'
             ),
         ),
         ("mistral-args", '[TOOL_CALLS]f[ARGS]{"o": {"k": [true, null]}, "s": "it\'s"}'),
@@ -259,10 +291,11 @@ def test_special_tokens_as_tags(name):
     reads = from_tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>"))  # noqa: S106 - no password
     function = {"name": "get_weather", "parameters": WEATHER}
     calls = [Call("get_weather", {"city": "<b>O's\n", "days": 3}), Call("get_weather", {"city": "", "days": 4})]
+    calls = calls if dialect.parallel else calls[:1]
     text = dialect.written(calls)
     for must in (True, False):
         tools = tools_of(dialect, [function], must=must, specials=specials)
-        said = "" if must else "Well <b> "
+        said = "" if must or dialect.plain else "Well <b> "
 
         def fits_as(ids, tools=tools):
             matcher = LLMatcher(reads, LLMatcher.grammar_from_lark(tools.grammar(None)), log_level=0)
@@ -286,11 +319,13 @@ def test_text_before_calls(name):
     dialect = DIALECTS[name]
     tools = tools_of(dialect, [{"name": "get_weather", "parameters": WEATHER}], must=False)
     call = dialect.written([Call("get_weather", {"city": "Oslo", "days": 3})])
-    said = "Let me look < [ { now. " if dialect.marker else ""
+    said = "Let me look < [ { now. " if dialect.marker and not dialect.plain else ""
     assert fits(tools, said + call)
     whole = read(tools, said + call)
     assert (whole[0], pairs(whole[1])) == (said, [("get_weather", '{"city": "Oslo", "days": 3}')])
     assert read(tools, said + call, range(1, len(said + call))) == whole
-    assert fits(tools, "No call.")
-    assert read(tools, "No call.", range(1, 8)) == ("No call.", [])
+    plain = f"{dialect.plain}No call."
+    assert fits(tools, plain)
+    assert read(tools, plain, range(1, len(plain))) == ("No call.", [])
+    assert fits(tools, "No call.") is not bool(dialect.plain)
     assert not fits(tools, said + call.replace("3", "2"))

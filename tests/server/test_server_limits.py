@@ -19,7 +19,7 @@ from draftproof.errors import RequestError
 from draftproof.server import schemas
 from draftproof.server.api.completions import CompletionForm
 from draftproof.server.app import Stream
-from draftproof.server.auth import Keys, read_keys
+from draftproof.server.auth import OPEN, Keys, read_keys
 from draftproof.server.run import bind
 from draftproof.server.settings import Settings, served_name
 from support.raw_http import KEY, OTHER, Slow, address, connected, descriptors, raw, serve
@@ -365,6 +365,29 @@ def test_keys(engine):
             assert httpx.get(f"{base}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
         assert httpx.get(f"{base}/metrics").status_code == 401
         assert httpx.get(f"{base}/ready").status_code == 200
+
+
+def test_every_path_asks_for_a_key_and_the_right_name_and_takes_no_large_body(engine):
+    def methods(base, **headers):
+        paths = httpx.get(f"{base}/openapi.json", headers=headers).json()["paths"]
+        found = [(method, path.replace("{name}", "story")) for path, each in paths.items() for method in each]
+        assert {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"} < {
+            path for _, path in found
+        }
+        return [*found, ("get", "/"), ("get", "/openapi.json"), ("post", "/v1/other")]
+
+    allowed = {"authorization": f"Bearer {KEY}"}
+    large = {"content": b"x" * 3000, "headers": {**allowed, "content-type": "application/json"}}
+    with running(engine, keys=(KEY,), max_body=2000) as (base, _):
+        for method, path in methods(base, **allowed):
+            for wrong in ({}, {"x-api-key": OTHER}, {"authorization": OTHER}):
+                status = httpx.request(method, base + path, headers=wrong).status_code
+                assert (status == 401) is (path not in OPEN), path
+            if method == "post":
+                assert httpx.post(base + path, **large).status_code == 413, path
+    with running(engine) as (base, _):
+        for method, path in methods(base):
+            assert httpx.request(method, base + path, headers={"host": "other.example"}).status_code == 421, path
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch):

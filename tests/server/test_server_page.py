@@ -1,11 +1,13 @@
-"""The page of the server in a real browser without a window, where one is installed."""
+"""The page of the server, in a real browser without a window where one is installed."""
 
 import asyncio
+import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
+import httpx
 import pytest
 from fastapi.responses import HTMLResponse, Response
 
@@ -15,7 +17,8 @@ from support.serving import running, small_engine
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PAGE = (Path(draftproof.server.__file__).parent / "page.html").read_text(encoding="utf-8")
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
+NODE = shutil.which("node")
+in_browser = pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
 
 
 def driven(script):
@@ -67,6 +70,7 @@ document.getElementById("prompt").value = "Once upon a time";
 """
 
 
+@in_browser
 def test_a_completion_is_shown_with_the_origin_of_its_tokens(tmp_path):
     script = SET % "{temperature: 0, max_tokens: 60}" + "await send();"
     engine = Engine.load("embedded:stories", "embedded:stories-draft", drafter="model", stopper="fixed:4")
@@ -81,6 +85,61 @@ def test_a_completion_is_shown_with_the_origin_of_its_tokens(tmp_path):
     assert html.count('title="') >= expected.stats.num_target_calls
 
 
+@in_browser
+def test_figures_of_all_requests(tmp_path):
+    script = SET % "{temperature: 0, max_tokens: 30}" + "await send(); await send();"
+    engine = Engine.load("embedded:stories", "embedded:stories-draft", drafter="model", stopper="fixed:4")
+    with running(engine, extend=driven(script)) as (base, _):
+        html = seen(base, tmp_path)
+    assert 'id="all-requests">2<' in html
+    assert 'id="all-tokens">60<' in html
+    assert re.search(r'id="all-sources">drafter [0-9]+ %, target [0-9]+ %<', html)
+    assert re.search(r'id="all-known">[1-9][0-9]? %<', html)
+
+
+FIGURES = re.search(r"\nfunction figures\(text\) \{.*?\n\}\n", PAGE, re.DOTALL)[0]
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """The metrics of a server that answered two equal requests, and the statistics of one."""
+    engine = Engine.load("embedded:stories", "embedded:stories-draft", drafter="model", stopper="fixed:4")
+    params = SamplingParams(temperature=0, max_tokens=30)
+    prompt = "Once upon a time there was a dog. " * 8
+    (expected,) = engine.generate(prompt, params)
+    engine = Engine.load("embedded:stories", "embedded:stories-draft", drafter="model", stopper="fixed:4")
+    with running(engine) as (base, server):
+        for _ in range(2):
+            httpx.post(
+                f"{base}/v1/completions", json={"prompt": prompt, "temperature": 0, "max_tokens": 30}, timeout=60
+            )
+        return server.metrics.page().decode(), expected.stats
+
+
+def test_the_metrics_that_the_page_adds_up_are_there(measured):
+    names = set(re.findall(r'"(\w+_total)"', FIGURES))
+    assert len(names) == 6
+    assert names <= set(re.findall(r"^draftproof:(\w+)\{", measured[0], re.MULTILINE))
+
+
+@pytest.mark.skipif(NODE is None, reason="no node is installed")
+def test_figures_are_those_of_the_metrics(measured):
+    text, stats = measured
+    program = f"{FIGURES} console.log(JSON.stringify(figures({json.dumps(text)})))"
+    made = subprocess.run([NODE, "-e", program], capture_output=True, text=True, check=True, timeout=60)
+    drafted = round(100 * stats.num_accepted_tokens / 30)
+    hits, asked = (float(re.search(rf"prefix_cache_{name}_total{{.*}} (.*)", text)[1]) for name in ("hits", "queries"))
+    assert json.loads(made.stdout) == {
+        "all-requests": 2,
+        "all-tokens": 60,
+        "all-percall": f"{stats.block_efficiency:.2f}",
+        "all-sources": f"drafter {drafted} %, target {100 - drafted} %",
+        "all-known": f"{round(100 * hits / asked)} %",
+    }
+    assert hits > 0
+
+
+@in_browser
 def test_a_chat_goes_on_and_an_error_is_shown(tmp_path):
     script = (
         SET % "{temperature: 0, max_tokens: 8, seed: 1}"
@@ -109,6 +168,7 @@ def test_a_chat_goes_on_and_an_error_is_shown(tmp_path):
     assert text_of(html, 3).strip() == second.text.strip()
 
 
+@in_browser
 def test_the_speed_beside_plain_decoding(tmp_path):
     script = SET % "{temperature: 0, max_tokens: 24}" + "document.getElementById('beside').value = 'yes'; await send();"
     engine = Engine.load("embedded:stories", "embedded:stories-draft", drafter="model", stopper="fixed:4")
@@ -126,6 +186,7 @@ REQUIRED = """
 """
 
 
+@in_browser
 def test_functions_are_called(tmp_path):
     script = (
         SET % "{temperature: 0, max_tokens: 40, seed: 1}"
@@ -164,6 +225,7 @@ LOOKED_AT = """
 """
 
 
+@in_browser
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_phone_by_day_and_by_night(tmp_path, dark):
     """Nothing is wider than the window, every control has a name and the keyboard reaches it, contrast is WCAG's AA."""

@@ -99,6 +99,34 @@ def test_prompts_of_other_clients_are_read_anew(keys, options, shared):
         assert hits(one, cache_salt="x") > 0
 
 
+TURN = [{"role": "user", "content": "Tell me of the letter. " * 6}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": TURN, "max_tokens": 1}),
+        ("/v1/responses", {"input": TURN, "max_output_tokens": 1}),
+        ("/v1/messages", {"messages": TURN, "max_tokens": 1}),
+    ],
+)
+@pytest.mark.parametrize("shared", [False, True])
+def test_chats_of_other_clients_are_read_anew_in_every_api(path, body, shared):
+    with running(small_engine(), keys=(KEY, OTHER), share_between_clients=shared) as (base, server):
+
+        def hits(key, **more):
+            before = server.metrics.prefix_hits._value.get()
+            headers = {"x-api-key": key} if path == "/v1/messages" else {"authorization": f"Bearer {key}"}
+            answer = httpx.post(base + path, json={**body, **more}, headers=headers, timeout=60)
+            assert answer.status_code == 200, answer.text
+            return server.metrics.prefix_hits._value.get() - before
+
+        assert hits(KEY) == 0
+        assert (hits(OTHER) > 0) is shared
+        assert hits(KEY) > 0
+        assert hits(KEY, cache_salt="x") == 0
+
+
 @pytest.mark.parametrize("salt", ["", "x" * 513, 5, ["a"]])
 def test_a_salt_is_a_short_text(suffix, salt):
     with running(suffix()) as (base, _):

@@ -87,6 +87,17 @@ def test_a_named_tool_is_called_once(client):
     assert read_whole(made) == ("", [("now", "{}")], "tool_calls")
 
 
+def test_a_map_as_generators_of_schemas_write_it(client):
+    counts = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "boolean"}}
+    parameters = {"type": "object", "properties": {"counts": counts}, "required": ["counts"]}
+    tool = {"type": "function", "function": {"name": "count", "parameters": parameters}}
+    asked = {"model": "story", "messages": ASK, "tool_choice": "required", "max_tokens": 40, "seed": 1}
+    assert client.chat.completions.create(tools=[tool], **asked).choices[0].message.tool_calls
+    counts["propertyNames"]["pattern"] = "^a"
+    with pytest.raises(openai.BadRequestError, match="propertyNames"):
+        client.chat.completions.create(tools=[tool], **asked)
+
+
 def test_calls_one_at_a_time(client):
     seeds = range(12)
     several = [len(read_whole(ask(client, tool_choice="required", seed=seed, max_tokens=200))[1]) for seed in seeds]

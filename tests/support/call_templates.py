@@ -92,10 +92,30 @@ TEMPLATES = {
         "<｜tool▁calls▁begin｜>",
         closing="<｜tool▁calls▁end｜>",
     ),
+    **{
+        name: template(
+            _text("\n")
+            + '<｜DSML｜invoke name="{{ f.name }}">'
+            + _text("\n")
+            + _each(
+                '<｜DSML｜parameter name="{{ k }}" string="{{ (v is string) | tojson }}">'
+                + _RAW
+                + "</｜DSML｜parameter>",
+                _text("\n"),
+            )
+            + _text("\n</｜DSML｜invoke>"),
+            _text("\n\n") + f"<{block}>",
+            closing=_text("\n") + f"</{block}>",
+        )
+        for name, block in (("dsml", "｜DSML｜function_calls"), ("dsml-v4", "｜DSML｜tool_calls"))
+    },
     "kimi": template(
         "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ f.arguments | tojson }}<|tool_call_end|>",
         "<|tool_calls_section_begin|>",
         closing="<|tool_calls_section_end|>",
+    ),
+    "harmony": template(
+        " to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}<|call|>"
     ),
     "gemma": template("<|tool_call>" + _gemma('<|"|>') + "<tool_call|>"),
     "functiongemma": template("<start_function_call>" + _gemma("<escape>") + "<end_function_call>"),

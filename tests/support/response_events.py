@@ -2,7 +2,13 @@
 
 import json
 
-_TEXTS = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
+_TEXTS = {
+    "reasoning": "reasoning_text",
+    "message": "output_text",
+    "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
+}
+_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 _ENDS = {"response.completed": "completed", "response.incomplete": "incomplete", "response.failed": "failed"}
 
 
@@ -18,7 +24,7 @@ def events_of(text):
 
 def item_text(item):
     """The text of an item: of its one part, or its arguments."""
-    return item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+    return item[_CALLS[item["type"]]] if item["type"] in _CALLS else item["content"][0]["text"]
 
 
 class Replay:
@@ -79,13 +85,13 @@ class Replay:
         self._item = data["item"]
         assert data["output_index"] == len(self.items)
         assert self._item["status"] == "in_progress"
-        assert not (self._item["arguments"] if self._item["type"] == "function_call" else self._item["content"])
+        assert not self._item[_CALLS.get(self._item["type"], "content")]
         self._kind, self._text = _TEXTS[self._item["type"]], ""
         self._next = self._part_begins if self._item["type"] == "message" else self._grows
 
     def _of_item(self, data):
         assert (data.get("item_id"), data["output_index"]) == (self._item["id"], len(self.items))
-        assert self._item["type"] == "function_call" or data["content_index"] == 0
+        assert self._item["type"] in _CALLS or data["content_index"] == 0
 
     def _part_begins(self, name, data):
         assert name == "response.content_part.added"
@@ -99,7 +105,7 @@ class Replay:
         if name == f"response.{self._kind}.delta":
             self._text += data["delta"]
             return
-        assert data["arguments" if self._item["type"] == "function_call" else "text"] == self._text
+        assert data[_CALLS.get(self._item["type"], "text")] == self._text
         self._next = self._part_ends if self._item["type"] == "message" else self._item_ends
 
     def _part_ends(self, name, data):
@@ -113,7 +119,7 @@ class Replay:
         assert name == "response.output_item.done"
         assert data["output_index"] == len(self.items)
         item = data["item"]
-        changed = {"status", "content", "arguments"}
+        changed = {"status", "content", *_CALLS.values()}
         assert all(item[key] == value for key, value in self._item.items() if key not in changed)
         assert item["status"] in ("completed", "incomplete")
         assert item_text(item) == self._text

@@ -3,6 +3,8 @@
 Legal bodies can be given fields of a hostile client: grammars, schemas, numbers and lists of any size.
 """
 
+from functools import partial
+
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -233,6 +235,18 @@ def _messages_fields():
     )
 
 
+def _custom_tools():
+    """Fields of a request to /v1/responses with a custom tool."""
+
+    def fields(syntax, found):
+        form = {"type": "grammar", "syntax": syntax, "definition": found[1]}
+        tool = {"type": "custom", "name": "f0", "format": form}
+        return f"custom {syntax} {found[0]}", {"input": "x", "tools": [tool], "tool_choice": "required"}
+
+    kinds = {"regex": hostile.REGEXES, "lark": hostile.LARKS}
+    return st.one_of([_sized(found).map(partial(fields, syntax)) for syntax, found in kinds.items()])
+
+
 def _of_responses(fields):
     """Fields of a chat as those of a request to /v1/responses."""
     made = {name: value for name, value in fields.items() if name not in ("n", "prompt_logprobs")}
@@ -252,7 +266,8 @@ def _of_responses(fields):
 def hostile_fields(path):
     """Fields for a body that is sent to a path, each with a name: from empty ones to those beyond the limits."""
     if path == "/v1/responses":
-        return hostile_fields("/v1/chat/completions").map(lambda made: (made[0], _of_responses(made[1])))
+        chats = hostile_fields("/v1/chat/completions").map(lambda made: (made[0], _of_responses(made[1])))
+        return st.one_of(chats, chats, chats, _custom_tools())
     if path == "/detokenize":
         return _named("tokens", _lists(_NUMBERS | st.integers(0, 511), 4096))
     if path == "/tokenize":

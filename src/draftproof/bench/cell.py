@@ -23,7 +23,7 @@ from draftproof.engine.registry import (
     make_verifier,
     why_not,
 )
-from draftproof.errors import UserError
+from draftproof.errors import UserError, refuse_below_one
 from draftproof.provenance import digest
 from draftproof.sampling import SamplingParams
 from draftproof.testing import TableModel
@@ -78,6 +78,7 @@ class Cell:
     seed: int = 1
 
     def __post_init__(self) -> None:
+        refuse_below_one(max_tokens=self.max_tokens)
         read_draft_dtype(self.draft_dtype, self.dtype)
         if self.engine not in ENGINES:
             raise UserError(f"engine: expected one of {', '.join(ENGINES)}, got {self.engine!r}")

@@ -318,7 +318,7 @@ class DecodingLoop(RequestIntake):
         if not row.speculates:
             return 0
         left = UNBOUNDED if self.target.max_positions is None else self.target.max_positions - len(row.tokens)
-        return left if row.rule.constant_length else min(left, row.remaining - 1)
+        return left if row.rule.constant_length else min(left, max(row.remaining - 1, 0))
 
     @staticmethod
     def _feed(row: Request, draft: Draft) -> Feed:

@@ -243,6 +243,8 @@ class Server:
         given = await self.body(request, endpoint.body, lenient=endpoint.lenient)
         body, form = endpoint.asked(given), endpoint.form(given)
         del given
+        if endpoint.lenient and self.settings.reasoning == "none":
+            body.thinking_token_budget = None  # these clients send a limit whatever the model is
         self.check_model(body.model)
         refuse_stream_options(body)
         client, salt, share_text = self._sharing(request, body)

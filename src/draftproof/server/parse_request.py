@@ -164,6 +164,8 @@ class RequestParser:
         self._refuse_large(body, params, (ids,), len(ids))
         prediction = self._prediction(body.prediction)
         reasoning = self._engine.prompts.reasoning(ids) if self._settings.reasoning == "auto" else None
+        if reasoning is not None and tools is not None and tools.format.plain:  # their grammar has the header
+            reasoning = replace(reasoning, markers=replace(reasoning.markers, answer=()))
         return ParsedRequest((ids,), (None,), params, prediction, tools, self._words(params), constraint, reasoning)
 
     def size(self, body: ChatBody) -> int:
@@ -308,7 +310,7 @@ class RequestParser:
                 )
         if params.logprobs is None:
             return
-        context, most = self._engine.target.max_positions, params.max_tokens or 1
+        context, most = self._engine.target.max_positions, params.max_tokens or 0
         sizes = [most if context is None else min(most, context - len(ids)) for ids in prompts]
         entries = params.n * sum(sizes) * (params.logprobs + 1)
         if entries > _MOST_LOGPROBS_MADE:
@@ -547,7 +549,7 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if each.name is not None:
             one["name"] = each.name
         if each.thoughts is not None:
-            one["reasoning_content"] = each.thoughts
+            one |= dict.fromkeys(("reasoning_content", "thinking"), each.thoughts)  # templates know one of them
         if each.tool_calls:
             one["tool_calls"] = template_calls(each)
         if each.tool_call_id is not None:

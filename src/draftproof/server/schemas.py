@@ -180,10 +180,13 @@ class Message(Body):
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
 
+FunctionName = Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
+
+
 class Function(Body):
     """A function that the model may call; its parameters are a JSON schema, and arguments always fit it."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] = Field(default={"type": "object", "properties": {}, "additionalProperties": False})
     strict: bool = True

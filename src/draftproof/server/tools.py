@@ -22,11 +22,12 @@ from draftproof.sampling import SamplingParams
 from draftproof.server.dialects.detection import format_of
 from draftproof.server.dialects.families import Dialect
 from draftproof.server.dialects.grammar import Grammar
-from draftproof.server.dialects.json_schema import ANY_TEXT, regex_of
+from draftproof.server.dialects.json_schema import ANY_TEXT, regex_of, without_idle_names
 from draftproof.server.dialects.readers import Reader
 from draftproof.server.errors import ApiError, quoted
 from draftproof.server.schemas import ChatBody, Function, Message, NamedTool, Tool
 
+_DEEP = "the schema of a tool has too many levels"
 _COMPACT = {"whitespace_flexible": False}
 
 
@@ -64,7 +65,7 @@ class ToolSet:
         except UserError as error:
             raise ApiError(str(error), param="tools") from error
         except RecursionError:
-            raise ApiError("the schema of a tool has too many levels", param="tools") from None
+            raise ApiError(_DEEP, param="tools") from None
         return "\n".join(["%llguidance {}", *start, *grammar.lines, ""])
 
     def _start(self, grammar: Grammar, calls: str, form: dict[str, Any] | None) -> list[str]:
@@ -72,6 +73,7 @@ class ToolSet:
         marker = self.format.marker
         if self.must:
             return [f"start: {grammar.text(marker)} {calls}"]
+        plain = grammar.text(self.format.plain)
         if not marker:
             if form is not None:
                 raise ApiError(
@@ -80,7 +82,9 @@ class ToolSet:
                 )
             return [f"start: PLAIN? | {calls}", rf"PLAIN: /[^{re.escape(self.format.first)}\s](.|\n)*/"]
         if form is not None:
-            return [f"start: {grammar.json(form, form, _COMPACT)} | {grammar.text(marker)} {calls}"]
+            return [f"start: {plain} {grammar.json(form, form, _COMPACT)} | {grammar.text(marker)} {calls}"]
+        if plain:
+            return [f"start: {plain} TEXT | {grammar.text(marker)} {calls}", f"TEXT: /{ANY_TEXT}/"]
         if marker in self.specials:
             text = grammar.terminal(f"/{ANY_TEXT}/ & ~/{ANY_TEXT}{regex_of(marker)}{ANY_TEXT}/")
             return [f"start: {text} | {text} {grammar.text(marker)} {calls}"]
@@ -169,12 +173,18 @@ def _refuse_unneeded(body: ChatBody) -> None:
 
 
 def _checked(tools: Sequence[Tool]) -> list[Function]:
-    """The functions of tools.
+    """The functions of tools, with schemas as grammars take them.
 
     Raises:
-        ApiError: two of one name, or parameters that are no object.
+        ApiError: two of one name, or parameters that are no object, or have too many levels.
     """
-    functions = [each.function for each in tools]
+    try:
+        functions = [
+            each.function.model_copy(update={"parameters": without_idle_names(each.function.parameters)})
+            for each in tools
+        ]
+    except RecursionError:
+        raise ApiError(_DEEP, param="tools") from None
     if len({each.name for each in functions}) < len(functions):
         raise ApiError("tools: expected functions with different names, got one name twice", param="tools")
     for each in functions:
@@ -277,6 +287,12 @@ class ToolReader:
             said, self._rest = self._rest, ""
             self._plain = self._plain or bool(said)
             return said
+        plain = self.tools.format.plain
+        if plain and not self._plain:
+            if not last and plain.startswith(self._rest):
+                return ""
+            self._plain = self._rest.startswith(plain)
+            self._rest = self._rest.removeprefix(plain)
         said, found, rest = self._rest.partition(marker)
         if found:
             self._calls = True

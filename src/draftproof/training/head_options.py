@@ -48,7 +48,8 @@ class Material:
     cache: Path | None = None
 
     def __post_init__(self) -> None:
-        refuse_below_one(starts=self.starts, prompts=1 if self.prompts is None else self.prompts)
+        given = {"prompts": self.prompts, "max_tokens": self.params.max_tokens}
+        refuse_below_one(starts=self.starts, **{name: number for name, number in given.items() if number is not None})
         if self.opening is not None and self.opening < 0:
             raise UserError(f"opening: expected 0 (all of a text) or more sentences, got {self.opening}")
 

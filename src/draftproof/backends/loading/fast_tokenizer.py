@@ -42,6 +42,7 @@ class Description:
         special_tokens: as chat templates get them, by name.
         chat_template: in Jinja's language; None where there is none.
         renders: whether the template makes the same text here.
+        response_template: how answers are read back, as transformers has it; None where there is none.
     """
 
     eos_token_id: int | None
@@ -49,6 +50,7 @@ class Description:
     special_tokens: dict[str, Any]
     chat_template: str | None
     renders: bool
+    response_template: dict[str, Any] | None = None
 
 
 class FastTokenizer:
@@ -76,6 +78,11 @@ class FastTokenizer:
     def chat_template(self, template: str | None) -> None:
         self._template = template
         self._original().chat_template = template
+
+    @property
+    def response_template(self) -> dict[str, Any] | None:
+        """How answers are read back."""
+        return self._description.response_template
 
     def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
         """The template for chats with such tools."""
@@ -165,7 +172,8 @@ def describe(tokenizer: Any) -> tuple[str, dict[str, Any]] | None:
     if template is None and tokenizer.chat_template:
         return None
     special = {name: value for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str | list)}
-    found = Description(tokenizer.eos_token_id, tokenizer.bos_token_id, special, template, renders=False)
+    reads = getattr(tokenizer, "response_template", None)  # of newer versions of transformers
+    found = Description(tokenizer.eos_token_id, tokenizer.bos_token_id, special, template, False, reads)
     try:
         content, row = backend.to_str(), asdict(found)
         json.dumps(row)

@@ -159,7 +159,7 @@ class CountBody(MessagesPart):
 class MessagesBody(CountBody):
     """A request to /v1/messages; the last three fields are this server's own."""
 
-    max_tokens: Annotated[Whole, Field(ge=1)]
+    max_tokens: Whole
     stream: bool = False
     stop_sequences: Annotated[list[ShortText] | None, Field(fail_fast=True, max_length=64)] = None
     temperature: float | None = None

@@ -6,6 +6,7 @@ Nothing is stored, so that an answer's id is good for nothing but logs.
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,14 +19,16 @@ from draftproof.server.api.answer import Answer, Parts
 from draftproof.server.api.chat import chat_logprobs
 from draftproof.server.api.form import Endpoint, Form
 from draftproof.server.api.openai import json_event
-from draftproof.server.api.responses_chat import chat_of
+from draftproof.server.api.responses_chat import FREE, chat_of, several
 from draftproof.server.api.responses_schemas import (
+    CustomTool,
     FlatSchemaFormat,
     FunctionTool,
     IncompleteDetails,
     InputDetails,
     NamespaceTool,
     OutputCall,
+    OutputCustomCall,
     OutputDetails,
     OutputItem,
     OutputMessage,
@@ -47,6 +50,8 @@ from draftproof.server.schemas import ObjectFormat, TextFormat, TokenLogprobAnsw
 from draftproof.server.tools import CallPart
 from draftproof.server.worker import Piece
 
+_FREE = re.compile(rf'\s*{{\s*"{FREE}"\s*:\s*"')
+_WHOLE = re.compile(r'(?:[^"\\]|\\u00[01][0-9a-fA-F]|\\[^u])*')  # letters of a JSON text as grammars make it, none cut
 _Event = tuple[str, dict[str, Any]]  # its type without "response.", and what it says
 
 
@@ -74,6 +79,10 @@ class _Item(ABC):
     def opening(self) -> Iterator[_Event]:
         """The events between its beginning and its first text."""
         yield from ()
+
+    def read(self, text: str) -> str:
+        """The text that a part of an answer adds."""
+        return text
 
     @abstractmethod
     def more(self, text: str) -> _Event:
@@ -159,6 +168,54 @@ class _Call(_Item):
         yield "function_call_arguments.done", {"name": self._name, "arguments": self.text}
 
 
+class _CustomCall(_Item):
+    """The call of a custom tool; its text comes as JSON, in an object."""
+
+    prefix = "ctc"
+
+    def __init__(self, name: str, call: CallPart, namespace: str | None) -> None:
+        self._rest = ""
+        self._begun = False
+        super().__init__(name, self.read(call.arguments))
+        self._call_id = str(call.id)
+        self._name = str(call.name)
+        self._namespace = namespace
+
+    @override
+    def shown(self, status: Status) -> OutputCustomCall:
+        return OutputCustomCall(
+            id=self.id,
+            call_id=self._call_id,
+            name=self._name,
+            namespace=self._namespace,
+            input="" if status == "in_progress" else self.text,
+            status=status,
+        )
+
+    @override
+    def read(self, text: str) -> str:
+        self._rest += text
+        if not self._begun:
+            found = _FREE.match(self._rest)
+            if not found:
+                return ""
+            self._begun = True
+            self._rest = self._rest[found.end() :]
+        whole = _WHOLE.match(self._rest)
+        assert whole is not None, "which may be empty"
+        self._rest = self._rest[whole.end() :]  # of the object's end nothing is read
+        made: str = json.loads(f'"{whole[0]}"', strict=False)
+        return made
+
+    @override
+    def more(self, text: str) -> _Event:
+        return "custom_tool_call_input.delta", {"delta": text}
+
+    @override
+    def closing(self) -> Iterator[_Event]:
+        yield "custom_tool_call_input.done", {"input": self.text}
+
+
 class ResponseForm(Form):
     """Answers of /v1/responses.
 
@@ -176,7 +233,10 @@ class ResponseForm(Form):
             for tool in body.tools or ()
             if isinstance(tool, NamespaceTool)
             for each in tool.tools
-            if isinstance(each, FunctionTool)
+            if isinstance(each, FunctionTool | CustomTool)
+        }
+        self._custom = {
+            each.name for tool in body.tools or () for each in several(tool) if isinstance(each, CustomTool)
         }
         self._events_sent = 0
         self._done: list[OutputItem] = []
@@ -202,8 +262,9 @@ class ResponseForm(Form):
         for number, call in enumerate(made.calls, place):
             yield self._call(answer, number, call)
 
-    def _call(self, answer: Answer, place: int, call: CallPart) -> _Call:
-        return _Call(_name(answer, place), call, self._namespaces.get(str(call.name)))
+    def _call(self, answer: Answer, place: int, call: CallPart) -> _Call | _CustomCall:
+        kind = _CustomCall if call.name in self._custom else _Call
+        return kind(_name(answer, place), call, self._namespaces.get(str(call.name)))
 
     @override
     def opening(self, answer: Answer) -> bytes:
@@ -224,7 +285,7 @@ class ResponseForm(Form):
                 call = CallPart(part.place, part.id, part.name)
                 events += self._begin(self._call(answer, self._next, call))
             if part.arguments:
-                events.append(self._added(part.arguments))
+                events += self._added(part.arguments)
         return self._sent(events)
 
     @override
@@ -263,13 +324,15 @@ class ResponseForm(Form):
         """Add text to an item of a kind, which begins where none is open."""
         if not isinstance(self._open, kind):
             yield from self._begin(kind(_name(answer, self._next)))
-        yield self._added(text)
+        yield from self._added(text)
 
-    def _added(self, text: str) -> _Event:
-        """Add text to the item that is open."""
+    def _added(self, given: str) -> Iterator[_Event]:
+        """Add a part of an answer to the item that is open."""
         assert self._open is not None, "begun before"
+        text = self._open.read(given)
         self._open.text += text
-        return self._of_item(*self._open.more(text))
+        if text or not given:
+            yield self._of_item(*self._open.more(text))
 
     def _end(self, status: Status) -> Iterator[_Event]:
         """End the item that is open, if there is one."""
@@ -356,7 +419,7 @@ def _repeated(body: ResponsesBody) -> str:
     choice = body.tool_choice or "auto"
     made = Repeated(
         instructions=body.instructions,
-        tools=[_repeated_tool(each) for each in body.tools or () if isinstance(each, FunctionTool | NamespaceTool)],
+        tools=_repeated_tools(body.tools or ()),
         tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
         parallel_tool_calls=body.parallel_tool_calls,
         text={"format": _repeated_format(text.format)},
@@ -369,17 +432,19 @@ def _repeated(body: ResponsesBody) -> str:
         raise ApiError("tools or text.format: expected at most 200 levels of valid text, got others") from None
 
 
-def _repeated_tool(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
+def _repeated_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Those that the model was shown."""
+    known = [each for each in tools if isinstance(each, FunctionTool | CustomTool | NamespaceTool)]
+    return [{"type": each.type, "name": each.name, "description": each.description, **_own(each)} for each in known]
+
+
+def _own(tool: FunctionTool | CustomTool | NamespaceTool) -> dict[str, Any]:
+    """What one kind of tools has."""
     if isinstance(tool, NamespaceTool):
-        shown = [_repeated_tool(each) for each in tool.tools if isinstance(each, FunctionTool)]
-        return {"type": tool.type, "name": tool.name, "description": tool.description, "tools": shown}
-    return {
-        "type": tool.type,
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": tool.strict,
-    }
+        return {"tools": _repeated_tools(tool.tools)}
+    if isinstance(tool, CustomTool):
+        return {"format": tool.format.model_dump()}
+    return {"parameters": tool.parameters, "strict": tool.strict}
 
 
 def _repeated_format(form: TextFormat | ObjectFormat | FlatSchemaFormat | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,10 @@ from draftproof.server.api.responses_schemas import (
     LOGPROBS,
     AllowedTools,
     ContentPart,
+    CustomCallItem,
+    CustomCallOutputItem,
+    CustomGrammar,
+    CustomTool,
     FlatSchemaFormat,
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -29,6 +34,7 @@ from draftproof.server.schemas import (
     CalledFunction,
     ChatBody,
     CommonFields,
+    Function,
     Message,
     SchemaFormat,
     TextPart,
@@ -36,7 +42,14 @@ from draftproof.server.schemas import (
     ToolCall,
 )
 
+FREE = "input"  # name of the argument that holds the text of a custom tool
 _log = logging.getLogger(__name__)
+
+
+class FreeFunction(Function):
+    """A function whose one argument is a text that fits a grammar; only custom tools become one."""
+
+    lark: str
 
 
 def chat_of(body: ResponsesBody) -> ChatBody:
@@ -89,12 +102,12 @@ def _is_system(item: Item) -> bool:
 def _is_of_model(item: Item) -> bool:
     if isinstance(item, MessageItem):
         return item.role == "assistant"
-    return isinstance(item, FunctionCallItem | ReasoningItem)
+    return isinstance(item, FunctionCallItem | CustomCallItem | ReasoningItem)
 
 
 def _of_others(item: Item) -> Message:
     """The message for an item that the model did not write."""
-    if isinstance(item, FunctionCallOutputItem):
+    if isinstance(item, FunctionCallOutputItem | CustomCallOutputItem):
         return Message(role="tool", tool_call_id=item.call_id, content=_content(_texts(item.output)))
     assert isinstance(item, MessageItem), "the model wrote all others"
     return Message(role=item.role, content=_content(_texts(item.content)))
@@ -104,9 +117,9 @@ def _of_model(items: Sequence[Item]) -> Message:
     """The one message for items of the model."""
     thoughts = [part.text for each in items if isinstance(each, ReasoningItem) for part in each.content or each.summary]
     calls = [
-        ToolCall(id=each.call_id, function=CalledFunction(name=each.name, arguments=each.arguments))
+        ToolCall(id=each.call_id, function=CalledFunction(name=each.name, arguments=_arguments(each)))
         for each in items
-        if isinstance(each, FunctionCallItem)
+        if isinstance(each, FunctionCallItem | CustomCallItem)
     ]
     return Message(
         role="assistant",
@@ -114,6 +127,10 @@ def _of_model(items: Sequence[Item]) -> Message:
         content=_content(_texts_of(items)),
         tool_calls=calls or None,
     )
+
+
+def _arguments(call: FunctionCallItem | CustomCallItem) -> str:
+    return call.arguments if isinstance(call, FunctionCallItem) else json.dumps({FREE: call.input})
 
 
 def _texts_of(items: Sequence[Item]) -> list[str]:
@@ -148,7 +165,7 @@ def _tools(body: ResponsesBody) -> dict[str, Any]:
     functions = functions_of(body)
     names = {each.name for each in functions}
     if isinstance(choice, AllowedTools):
-        wanted = {str(each.get("name")) for each in choice.tools if each.get("type") == "function"}
+        wanted = {str(each.get("name")) for each in choice.tools if each.get("type") in ("function", "custom")}
         if (choice.mode == "required" and not wanted) or not wanted <= names:
             raise ApiError("tool_choice names a function that is not among the tools", param="tool_choice")
         functions = [each for each in functions if each.name in wanted]
@@ -158,24 +175,44 @@ def _tools(body: ResponsesBody) -> dict[str, Any]:
     _log_others(body)
     if not functions:
         if choice not in (None, "none", "auto"):
-            raise ApiError("tool_choice needs tools of type function", param="tool_choice")
+            raise ApiError("tool_choice needs tools of type function or custom", param="tool_choice")
         return {}
     tools = [Tool(type="function", function=each) for each in functions]
     return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": body.parallel_tool_calls}
 
 
-def functions_of(body: ResponsesBody) -> list[FunctionTool]:
-    """The functions among the tools of a request."""
-    return [each for tool in body.tools or () for each in _several(tool) if isinstance(each, FunctionTool)]
+def functions_of(body: ResponsesBody) -> list[Function]:
+    """The functions among the tools of a request; custom tools are functions of one text."""
+    tools = [each for tool in body.tools or () for each in several(tool)]
+    return [
+        each if isinstance(each, FunctionTool) else _function(each)
+        for each in tools
+        if isinstance(each, FunctionTool | CustomTool)
+    ]
 
 
-def _several(tool: Any) -> list[Any]:
-    """A tool, or those of a namespace."""
+def _function(tool: CustomTool) -> Function:
+    """The function of one text that a custom tool is."""
+    text: dict[str, Any] = {"type": "string"}
+    form = tool.format
+    if isinstance(form, CustomGrammar):
+        text["description"] = f"A text that fits this {form.syntax}:\n{form.definition}"
+        if form.syntax == "regex":
+            text["pattern"] = f"^(?:{form.definition})$"
+    parameters = {"type": "object", "properties": {FREE: text}, "required": [FREE], "additionalProperties": False}
+    fields: dict[str, Any] = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    if isinstance(form, CustomGrammar) and form.syntax == "lark":
+        return FreeFunction(lark=form.definition, **fields)
+    return Function(**fields)
+
+
+def several(tool: Any) -> list[Any]:
+    """A tool alone, or those of a namespace."""
     return tool.tools if isinstance(tool, NamespaceTool) else [tool]
 
 
 def _log_others(body: ResponsesBody) -> None:
     """Say which tools the model is not shown."""
-    kinds = {each.type for tool in body.tools or () for each in _several(tool) if isinstance(each, OtherTool)}
+    kinds = {each.type for tool in body.tools or () for each in several(tool) if isinstance(each, OtherTool)}
     if kinds:
         _log.info("the model is not shown tools of type %s", quoted(", ".join(sorted(kinds))))

@@ -16,6 +16,7 @@ from draftproof.server.schemas import (
     CommonFields,
     Effort,
     Function,
+    FunctionName,
     ObjectFormat,
     Schema,
     ShortText,
@@ -97,6 +98,28 @@ class FunctionCallOutputItem(InputItem):
     caller: Unread = None
 
 
+class CustomCallItem(InputItem):
+    """A call of a custom tool that the model has made; its input is a text."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    namespace: Unread = None
+    caller: Unread = None
+    async_: Unread = Field(default=None, alias="async")
+
+
+class CustomCallOutputItem(InputItem):
+    """What a call of a custom tool has returned."""
+
+    type: Literal["custom_tool_call_output"]
+    call_id: str
+    name: Unread = None
+    output: str | ContentParts
+    caller: Unread = None
+
+
 class ReasoningText(Body):
     """A text of a model's reasoning, or a summary of it."""
 
@@ -120,6 +143,8 @@ _ITEMS = {
     "message": "a message",
     "function_call": "a call",
     "function_call_output": "an output",
+    "custom_tool_call": "a call with a text",
+    "custom_tool_call_output": "an output of such a call",
     "reasoning": "thoughts",
 }
 
@@ -134,6 +159,8 @@ Item = Annotated[
     Annotated[MessageItem, Tag(_ITEMS["message"])]
     | Annotated[FunctionCallItem, Tag(_ITEMS["function_call"])]
     | Annotated[FunctionCallOutputItem, Tag(_ITEMS["function_call_output"])]
+    | Annotated[CustomCallItem, Tag(_ITEMS["custom_tool_call"])]
+    | Annotated[CustomCallOutputItem, Tag(_ITEMS["custom_tool_call_output"])]
     | Annotated[ReasoningItem, Tag(_ITEMS["reasoning"])],
     Discriminator(
         _kind_of_item,
@@ -157,6 +184,26 @@ class FunctionTool(Function):
     output_schema: Unread = None
 
 
+class CustomGrammar(Body):
+    """The grammar of a custom tool's input."""
+
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class CustomTool(Body):
+    """A tool that the model calls with a text."""
+
+    type: Literal["custom"]
+    name: FunctionName
+    description: str | None = None
+    format: Annotated[TextFormat | CustomGrammar, Field(discriminator="type")] = TextFormat(type="text")
+    allowed_callers: Unread = None
+    async_: Unread = Field(default=None, alias="async")
+    defer_loading: Unread = None
+
+
 class OtherTool(BaseModel):
     """A tool that is not run or not called here; nothing but its type is kept."""
 
@@ -168,12 +215,12 @@ def _other_tool(tool: dict[str, Any]) -> OtherTool:
 
 
 def _kind_of_tool(tool: Any) -> str | None:
-    kinds = {"function": "a function", "namespace": "several functions", None: None}
+    kinds = {"function": "a function", "custom": "a custom tool", "namespace": "several functions", None: None}
     return kinds.get(_field_of(tool, "type"), "another tool")
 
 
-_OTHER = {"type": "string", "not": {"enum": ["function", "namespace"]}}
-_Function = Annotated[FunctionTool, Tag("a function")]
+_OTHER = {"type": "string", "not": {"enum": ["function", "custom", "namespace"]}}
+_Called = Annotated[FunctionTool, Tag("a function")] | Annotated[CustomTool, Tag("a custom tool")]
 _Other = Annotated[
     Any,
     PlainValidator(_other_tool),
@@ -189,16 +236,16 @@ class NamespaceTool(Body):
     type: Literal["namespace"]
     name: str
     description: str | None = None
-    tools: Annotated[list[Annotated[_Function | _Other, _TOOL]], Field(fail_fast=True, max_length=128)]
+    tools: Annotated[list[Annotated[_Called | _Other, _TOOL]], Field(fail_fast=True, max_length=128)]
 
 
-AnyTool = Annotated[_Function | Annotated[NamespaceTool, Tag("several functions")] | _Other, _TOOL]
+AnyTool = Annotated[_Called | Annotated[NamespaceTool, Tag("several functions")] | _Other, _TOOL]
 
 
 class NamedFunctionTool(Body):
-    """The function that the model has to call."""
+    """The function or custom tool that the model has to call."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 
@@ -213,7 +260,9 @@ class AllowedTools(Body):
 def _kind_of_choice(choice: Any) -> str | None:
     if isinstance(choice, str):
         return "a word"
-    return {"function": "a function", "allowed_tools": "some tools"}.get(_field_of(choice, "type") or "")
+    return {"function": "a function", "custom": "a function", "allowed_tools": "some tools"}.get(
+        _field_of(choice, "type") or ""
+    )
 
 
 ToolChoice = Annotated[
@@ -223,8 +272,8 @@ ToolChoice = Annotated[
     Discriminator(
         _kind_of_choice,
         custom_error_type=_NAMED,
-        custom_error_message="expected none, auto, required, or an object of type function or allowed_tools: other "
-        "tools cannot be called here",
+        custom_error_message="expected none, auto, required, or an object of type function, custom or allowed_tools: "
+        "other tools cannot be called here",
     ),
 ]
 
@@ -330,6 +379,18 @@ class OutputCall(BaseModel):
     status: Status
 
 
+class OutputCustomCall(BaseModel):
+    """A call of a custom tool that the model makes."""
+
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    id: str
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+    status: Status
+
+
 class OutputReasoningText(BaseModel):
     """A text of the model's reasoning."""
 
@@ -347,7 +408,7 @@ class OutputReasoning(BaseModel):
     content: list[OutputReasoningText]
 
 
-OutputItem = OutputReasoning | OutputMessage | OutputCall
+OutputItem = OutputReasoning | OutputMessage | OutputCall | OutputCustomCall
 
 
 class InputDetails(BaseModel):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from typing_extensions import override
@@ -13,6 +15,7 @@ from typing_extensions import override
 from draftproof.server.dialects.grammar import Grammar, choice
 from draftproof.server.dialects.json_schema import (
     ANY_LETTER,
+    KINDS,
     Alternative,
     Member,
     Schema,
@@ -27,6 +30,8 @@ from draftproof.server.dialects.json_schema import (
 )
 from draftproof.server.dialects.readers import JsonReader, LiteralReader, Notation, Reader, TaggedReader, Tags
 
+_log = logging.getLogger(__name__)
+_TEXT = "text7301"  # stands for a text in what is written
 _UNREADABLE_ARRAY = ("uniqueItems", "contains", "prefixItems", "unevaluatedItems")
 _BARE_NAME = r"/[A-Za-z_][A-Za-z0-9_-]*/"
 _SINGLE_QUOTED = r"([^'\\\x00-\x1f\x7f]|\\['\\nrt\x22])"
@@ -56,6 +61,21 @@ class Arguments(ABC):
         Raises:
             UserError: a schema that the dialect cannot keep to.
         """
+
+    def free(self, grammar: Grammar, parameters: Schema, lark: str) -> str:
+        """Terms of Lark for a text as the only argument.
+
+        Args:
+            grammar: that gets the rules which they need.
+            parameters: the schema; its one property is the argument.
+            lark: the grammar of the text. It is kept to where the text is written without quotes and escapes.
+        """
+        (name,) = parameters["properties"]
+        before, _, after = self.written({name: _TEXT}).partition(_TEXT)
+        if self.written({name: '"\n'}) != f'{before}"\n{after}':
+            _log.info("the grammar of a custom tool is not kept to: this model writes arguments with escapes")
+            return self.terms(grammar, parameters)
+        return f"{grammar.text(before)} {grammar.lark(lark)} {grammar.text(after)}"
 
     @abstractmethod
     def reader(self, parameters: Schema) -> Reader:
@@ -87,6 +107,8 @@ class TaggedArguments(Arguments):
         after: a value.
     """
 
+    _labels: Mapping[bool, str] = MappingProxyType({True: "", False: ""})  # after a name, by whether a text follows
+
     def __init__(self, before: str, between: str, after: str) -> None:
         self._tags = Tags(before, between, after)
         self.texts = (before, between, after)
@@ -95,7 +117,8 @@ class TaggedArguments(Arguments):
     def written(self, given: Mapping[str, Any]) -> str:
         tags = self._tags
         return "".join(
-            f"{tags.before}{name}{tags.between}{value if isinstance(value, str) else _json(value)}{tags.after}"
+            f"{tags.before}{name}{self._labels[isinstance(value, str)]}{tags.between}"
+            f"{value if isinstance(value, str) else _json(value)}{tags.after}"
             for name, value in given.items()
         )
 
@@ -105,15 +128,22 @@ class TaggedArguments(Arguments):
         for member in arguments(parameters):
             if self._tags.between in member.name:
                 raise unwritable(f"a parameter named {member.name[:80]!r}")
-            head = grammar.text(f"{self._tags.before}{member.name}{self._tags.between}")
-            rule = grammar.rule(f"{head} {self._value(grammar, member.schema, parameters)}")
+            rule = grammar.rule(self._member(grammar, member, parameters))
             made.append(rule if member.required else f"{rule}?")
         return " ".join(made)
 
     @override
     def reader(self, parameters: Schema) -> Reader:
         found = {member.name: member.schema for member in arguments(parameters)}
-        return TaggedReader(self._tags, lambda name: kinds(found.get(name, {}), parameters))
+        return TaggedReader(self._tags, lambda label: (label, kinds(found.get(label, {}), parameters)))
+
+    def _member(self, grammar: Grammar, member: Member, root: Schema) -> str:
+        """Terms for an argument."""
+        return f"{self._head(grammar, member, text=False)} {self._value(grammar, member.schema, root)}"
+
+    def _head(self, grammar: Grammar, member: Member, *, text: bool) -> str:
+        """Terms for what stands before a value."""
+        return grammar.text(f"{self._tags.before}{member.name}{self._labels[text]}{self._tags.between}")
 
     def _value(self, grammar: Grammar, schema: Schema, root: Schema) -> str:
         """Terms for a value and what stands after it."""
@@ -148,6 +178,55 @@ class TaggedArguments(Arguments):
         if kind in ("null", "boolean"):
             return [grammar.text(word + end) for word in others[kind].split("|")]
         return [] if given.bounded else [grammar.ended(others[kind], end)]
+
+
+class LabelledArguments(TaggedArguments):
+    """The same with a label after the name that says whether the value is a text.
+
+    Args:
+        before: a name.
+        label: after a name; `{}` stands for true or false.
+        between: a label and its value.
+        after: a value.
+    """
+
+    def __init__(self, before: str, label: str, between: str, after: str) -> None:
+        super().__init__(before, between, after)
+        self._labels = {text: label.format(str(text).lower()) for text in (True, False)}
+
+    @override
+    def reader(self, parameters: Schema) -> Reader:
+        others = KINDS - {"string"}
+
+        def about(label: str) -> tuple[str, frozenset[str]]:
+            text = label.endswith(self._labels[True])
+            return label.removesuffix(self._labels[text]), frozenset({"string"}) if text else others
+
+        return TaggedReader(self._tags, about)
+
+    @override
+    def _member(self, grammar: Grammar, member: Member, root: Schema) -> str:
+        end = self._tags.after
+        texts, others = list[str](), list[str]()
+        for each in alternatives(member.schema, root):
+            if each.choices is not None:
+                texts += [grammar.text(value + end) for value in _texts(each) if end not in value]
+                others += [grammar.text(_json(value) + end) for value in each.choices if not isinstance(value, str)]
+                continue
+            if "string" in each.kinds:
+                texts.append(grammar.raw(each.patterns, end))
+            kept = each.kinds - {"string"} - ({"integer"} if "number" in each.kinds else set())
+            if kept:
+                schema = {"allOf": [*each.parts, {"type": sorted(kept)}]}
+                others.append(f"{grammar.json(schema, root)} {grammar.text(end)}")
+        made = [
+            f"{self._head(grammar, member, text=text)} {choice(list(dict.fromkeys(terms)))}"
+            for text, terms in ((True, texts), (False, others))
+            if terms
+        ]
+        if not made:
+            raise unwritable("a parameter without any value that fits it")
+        return choice(made)
 
 
 class LiteralArguments(Arguments):

@@ -118,7 +118,7 @@ def _found(tokenizer: Any, template: str) -> Taught:
         for call_id in _IDS
     ]
     for arguments, as_text, turn in renderings:
-        written = {each.name: _same_quotes(each.written([Call(_NAME, arguments)])) for each in DIALECTS.values()}
+        written = {each.name: _same_quotes(each.rendered(Call(_NAME, arguments))) for each in DIALECTS.values()}
         fitting = [name for name, text in written.items() if turn is not None and text in _same_quotes(turn)]
         if fitting:
             return Taught(DIALECTS[max(fitting, key=lambda name: len(written[name]))], as_text=as_text)

@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from draftproof.server.dialects.arguments import Arguments, JsonArguments, LiteralArguments, TaggedArguments
+from draftproof.server.dialects.arguments import (
+    Arguments,
+    JsonArguments,
+    LabelledArguments,
+    LiteralArguments,
+    TaggedArguments,
+)
 from draftproof.server.dialects.grammar import Grammar, choice, dumped
 from draftproof.server.dialects.readers import Notation
 
@@ -22,6 +28,13 @@ class Signature(Protocol):
 
     name: str
     parameters: dict[str, Any]
+
+
+@runtime_checkable
+class FreeSignature(Signature, Protocol):
+    """What calls look like whose one argument is a text with a grammar of its own, `lark`."""
+
+    lark: str
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,8 @@ class Dialect:
         tail: what stands after the arguments.
         between: what stands between two calls.
         closing: what stands after all of them.
+        plain: what stands before a text in place of calls.
+        earlier: what stands before and after the name in calls of earlier messages, where templates write it otherwise.
         parallel: whether an answer may hold several calls.
         ids: of calls, as chat templates take them: any, `short` ones of nine letters and digits, or `numbered` as in
             `functions.NAME:0`.
@@ -70,6 +85,8 @@ class Dialect:
     tail: str
     between: str = ""
     closing: str = ""
+    plain: str = ""
+    earlier: tuple[str, str] | None = None
     parallel: bool = True
     ids: str = "any"
     signs: tuple[str, ...] = ()
@@ -77,7 +94,7 @@ class Dialect:
     @property
     def texts(self) -> tuple[str, ...]:
         """The fixed texts, among which special tokens may be."""
-        own = (self.marker, self.opening, self.head, self.middle, self.tail, self.between, self.closing)
+        own = (self.marker, self.opening, self.head, self.middle, self.tail, self.between, self.closing, self.plain)
         return (*own, *self.arguments.texts)
 
     @property
@@ -92,6 +109,13 @@ class Dialect:
             text = f"{self.head}{call.name}{self.middle}{self.arguments.written(call.arguments)}{self.tail}"
             made.append(text.replace(_ID, str(place) if self.ids == "numbered" else call.id))
         return f"{self.marker}{self.opening}{self.between.join(made)}{self.closing}"
+
+    def rendered(self, call: Call) -> str:
+        """A call of an earlier message as chat templates write it."""
+        if self.earlier is None:
+            return self.written([call])
+        before, after = self.earlier
+        return f"{before}{call.name}{after}{self.arguments.written(call.arguments)}{self.tail}"
 
     def terms(self, grammar: Grammar, functions: Sequence[Signature], *, several: bool) -> str:
         """Terms of Lark for calls, without the marker.
@@ -123,7 +147,10 @@ class Dialect:
         """The rule for a call of a function."""
         head = self._text(grammar, f"{self.head}{function.name}{self.middle}")
         dumped(function.parameters)  # refuses what is no JSON
-        inner = self.arguments.terms(grammar, function.parameters)
+        if isinstance(function, FreeSignature):
+            inner = self.arguments.free(grammar, function.parameters, function.lark)
+        else:
+            inner = self.arguments.terms(grammar, function.parameters)
         return grammar.rule(f"{head} {inner} {self._text(grammar, self.tail)}")
 
     def _text(self, grammar: Grammar, text: str) -> str:
@@ -300,6 +327,26 @@ DIALECTS = {
             closing="<｜tool▁calls▁end｜>",
             signs=("<｜tool▁calls▁begin｜>",),
         ),
+        *(
+            Dialect(
+                name=name,
+                models=models,
+                marker=f"<｜DSML｜{block}>",
+                opening="\n",
+                head='<｜DSML｜invoke name="',
+                middle='">\n',
+                arguments=LabelledArguments(
+                    '<｜DSML｜parameter name="', '" string="{}', '">', "</｜DSML｜parameter>\n"
+                ),
+                tail="</｜DSML｜invoke>\n",
+                closing=f"</｜DSML｜{block}>",
+                signs=(f"<｜DSML｜{block}>",),
+            )
+            for name, models, block in (
+                ("dsml", "DeepSeek V3.2", "function_calls"),
+                ("dsml-v4", "DeepSeek V4", "tool_calls"),
+            )
+        ),
         Dialect(
             name="kimi",
             models="Kimi K2",
@@ -311,6 +358,19 @@ DIALECTS = {
             closing="<|tool_calls_section_end|>",
             ids="numbered",
             signs=("<|tool_calls_section_begin|>",),
+        ),
+        Dialect(
+            name="harmony",
+            models="gpt-oss",
+            marker="<|channel|>commentary to=functions.",
+            head="",
+            middle=" <|constrain|>json<|message|>",
+            arguments=_JSON,
+            tail="",
+            plain="<|channel|>final<|message|>",
+            earlier=(" to=functions.", "<|channel|>commentary json<|message|>"),
+            parallel=False,
+            signs=("<|channel|>", "functions."),
         ),
         Dialect(
             name="gemma",

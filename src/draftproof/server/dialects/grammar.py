@@ -81,6 +81,10 @@ class Grammar:
             text = dumped({**definitions(root), **made})
         return self.rule(f"%json {text}")
 
+    def lark(self, text: str) -> str:
+        """A rule for a grammar of its own."""
+        return self.rule(f"%lark {{\n{text}\n}}")
+
     def raw(self, patterns: Sequence[str], end: str, *, without: Sequence[str] = ()) -> str:
         """Terms for any text up to where `end` stands first, and for that end.
 

@@ -34,6 +34,10 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _UNREADABLE = frozenset({"not", "if", "then", "else", "dependentRequired", "dependentSchemas", "unevaluatedProperties"})
+_IDLE = [("propertyNames", each) for each in ({"type": "string"}, {}, True)]
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_INNER = ("items", "additionalProperties", "contains", "not", "if", "then", "else")
 _UNREADABLE_OBJECT = frozenset({"patternProperties", "propertyNames", "minProperties", "maxProperties"})
 
 Schema = Mapping[str, Any]
@@ -193,6 +197,21 @@ def arguments(parameters: Schema) -> list[Member]:
             "write calls cannot tell apart"
         )
     return members(made[0], parameters)
+
+
+def without_idle_names(schema: Any) -> Any:
+    """A schema without `propertyNames` that all names fit: generators write them, and grammars know none."""
+    if not isinstance(schema, Mapping):
+        return schema
+    made = {key: value for key, value in schema.items() if (key, value) not in _IDLE}
+    for key, value in made.items():
+        if key in _MAPS and isinstance(value, Mapping):
+            made[key] = {name: without_idle_names(each) for name, each in value.items()}
+        elif key in _LISTS and isinstance(value, list):
+            made[key] = [without_idle_names(each) for each in value]
+        elif key in _INNER:
+            made[key] = without_idle_names(value)
+    return made
 
 
 def referred(reference: str, root: Schema) -> Schema:

@@ -127,13 +127,13 @@ class TaggedReader(Reader):
 
     Args:
         tags: around names and values.
-        kinds: of JSON values that an argument may be.
+        about: the name of an argument and the kinds of JSON values that it may be, by what stands before the value.
     """
 
-    def __init__(self, tags: Tags, kinds: Callable[[str], frozenset[str]]) -> None:
+    def __init__(self, tags: Tags, about: Callable[[str], tuple[str, frozenset[str]]]) -> None:
         super().__init__()
         self._tags = tags
-        self._kinds = kinds
+        self._about = about
         self._allowed = frozenset[str]()
         self._first = True
         self._scanner = JsonScanner()
@@ -147,17 +147,17 @@ class TaggedReader(Reader):
                 return False
             self.done = True
             return self._emit("{}" if self._first else "}", 0)
-        name, found, _ = self.rest[len(before) :].partition(between)
+        label, found, _ = self.rest[len(before) :].partition(between)
         if not found:
             return False
-        self._allowed = self._kinds(name)
+        name, self._allowed = self._about(label)
         self._scanner = JsonScanner()
         self._read = self._value
         if "string" in self._allowed:
             self._read = self._text if len(self._allowed) == 1 else self._either
         self._emit(f"{'{' if self._first else ', '}{json.dumps(name, ensure_ascii=False)}: ", 0)
         self._first = False
-        return self._emit('"' if self._read == self._text else "", len(before) + len(name) + len(between))
+        return self._emit('"' if self._read == self._text else "", len(before) + len(label) + len(between))
 
     def _either(self) -> bool:
         """Whether a value is a text, where it may be something else."""
