@@ -124,7 +124,8 @@ class _NoiseOfRound:
     """The RoundRng of `EnumeratedNoise.round`, and its Rng."""
 
     def __init__(self, noise: EnumeratedNoise, rows: Sequence[tuple[int, int]]) -> None:
-        self._noise, self._rows = noise, rows
+        self._noise = noise
+        self._rows = rows
 
     def at(self, purpose: Purpose, place: int = 0, rows: Sequence[int] | None = None) -> _NoiseOfRound:  # noqa: ARG002
         picked = self._rows if rows is None else [self._rows[row] for row in rows]
@@ -236,8 +237,12 @@ class TableModel:
         self.vocab_size = vocab
         self.max_positions = max_positions
         self.device = torch.device("cpu")
-        self.capabilities, self.rounding = Capabilities(trees=True, hidden=hidden, predicts=predicts), ""
-        self._seed, self._order, self._zeros, self._sharpness = seed, order, zeros, sharpness
+        self.capabilities = Capabilities(trees=True, hidden=hidden, predicts=predicts)
+        self.rounding = ""
+        self._seed = seed
+        self._order = order
+        self._zeros = zeros
+        self._sharpness = sharpness
         given = (rows or {}).items()
         self._rows = {context: torch.tensor(row, dtype=torch.float64).log() for context, row in given}
 

@@ -43,55 +43,6 @@ ROOMS = (
     {"loading"},
 )
 ROOM = {name: floor for floor, names in enumerate(ROOMS) for name in names}
-# Modules that still assign several attributes in one statement. This list may only become shorter.
-SEVERAL_ATTRIBUTES = {
-    "draftproof.backends.base",
-    "draftproof.backends.cache.prefix_cache",
-    "draftproof.backends.cache.sessions",
-    "draftproof.backends.cache.slot_backend",
-    "draftproof.backends.heads.base",
-    "draftproof.backends.heads.feature_head",
-    "draftproof.backends.heads.published.dflash",
-    "draftproof.backends.heads.published.eagle3",
-    "draftproof.backends.heads.published.mtp",
-    "draftproof.backends.heads.published.mtp_head",
-    "draftproof.backends.heads.published.parallel",
-    "draftproof.backends.heads.published.steps",
-    "draftproof.backends.heads.self_draft",
-    "draftproof.backends.hf.backend",
-    "draftproof.backends.hf.generate",
-    "draftproof.backends.hf.probe",
-    "draftproof.backends.hf.quantized_modules",
-    "draftproof.backends.hf.tensor_parallel",
-    "draftproof.backends.lean.attention",
-    "draftproof.backends.lean.backend",
-    "draftproof.backends.lean.layers",
-    "draftproof.backends.lean.native_layers",
-    "draftproof.backends.lean.rotary",
-    "draftproof.backends.lean.traits",
-    "draftproof.backends.loading.fast_tokenizer",
-    "draftproof.backends.loading.language_model",
-    "draftproof.backends.loading.verified",
-    "draftproof.backends.new_weights",
-    "draftproof.backends.products.calibration",
-    "draftproof.backends.products.packed_linear",
-    "draftproof.backends.recurrent.mixers",
-    "draftproof.backends.recurrent.states",
-    "draftproof.drafters.auto",
-    "draftproof.drafters.self_draft",
-    "draftproof.drafters.suffix",
-    "draftproof.engine.cost_file",
-    "draftproof.engine.engine",
-    "draftproof.engine.intake",
-    "draftproof.engine.loop",
-    "draftproof.engine.memory",
-    "draftproof.engine.scheduler",
-    "draftproof.engine.stats",
-    "draftproof.engine.threads",
-    "draftproof.native.operations",
-    "draftproof.native.structures",
-    "draftproof.testing",
-}
 
 
 def part(path):
@@ -177,7 +128,7 @@ def assigned_together(path):
 def test_a_statement_assigns_one_attribute(name):
     """A search for `self.name =` finds each assignment, and a change of one is a change of one line."""
     together = list(assigned_together(MODULES[name]))
-    assert not together or name in SEVERAL_ATTRIBUTES, f"{name} assigns several attributes at once in lines {together}"
+    assert not together, f"{name} assigns several attributes at once in lines {together}"
 
 
 def test_files_on_the_architecture_page_exist():

@@ -235,7 +235,8 @@ class Session:
         """
         made = self._empty()
         if made is not None:
-            made._tokens, made._length = self.tokens[:length], length  # noqa: SLF001 - of this class
+            made._tokens = self.tokens[:length]  # noqa: SLF001 - of this class
+            made._length = length  # noqa: SLF001
             made._states = {layers: states.copy(length) for layers, states in self._states.items()}  # noqa: SLF001
         return made
 

@@ -85,7 +85,9 @@ class StateWeights:
     """
 
     def __init__(self, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        self._state, self._dtype, self._device = state, dtype, device
+        self._state = state
+        self._dtype = dtype
+        self._device = device
 
     def __contains__(self, name: str) -> bool:
         return name in self._state

@@ -70,7 +70,8 @@ class Source:
     """
 
     def __init__(self, name: str, stopper: Auto, steps: Iterator[ModelDrafter | None]) -> None:
-        self.name, self.stopper = name, stopper
+        self.name = name
+        self.stopper = stopper
         self.drafter: ModelDrafter | None = None
         self.unable: set[int] = set()  # requests that it cannot draft for
         self.failed = False
@@ -182,7 +183,10 @@ class AutoDrafter:
         """See Drafter; nothing is drafted in the round that reads a request's prompt."""
         able = [one for one in requests if one.limit > 0 and len(one.tokens) > one.prompt_length]
         before, batch = self._choice, len(requests)
-        self._choice, self._built, self._batch, self._accepted = _Choice(), False, batch, 0
+        self._choice = _Choice()
+        self._built = False
+        self._batch = batch
+        self._accepted = 0
         self._matched.clear()
         self._drawn_tokens.clear()
         self._plain = 0 if before.source is not None or before.looked else self._plain + 1
@@ -399,7 +403,8 @@ class AutoDrafter:
         if looked and drafted:
             state.learn(self._matched[request_id], drafted, accepted)
             paid = accepted + 1 > self._lookup_costs.at(self._batch).of(drafted)
-            state.idle, state.patience = 0, 1 if paid else min(2 * state.patience, LOOKUP_PATIENCE)
+            state.idle = 0
+            state.patience = 1 if paid else min(2 * state.patience, LOOKUP_PATIENCE)
         else:
             state.idle += 1
         size = self._drawn_tokens.get(request_id)

@@ -29,7 +29,8 @@ class SelfDraftModel(DraftModel):
     def __init__(
         self, part: SelfDraftBackend, name: str, *, temperature: float | None = None, top_k: int | None = None
     ) -> None:
-        self.name, self._part = name, part
+        self.name = name
+        self._part = part
         super().__init__(part, vocab_size=part.vocab_size, temperature=temperature, top_k=top_k)
 
     def open(self, request: DraftRequest) -> Session:

@@ -85,7 +85,9 @@ class SuffixDrafter:
             raise UserError(f"suffix capacity: expected 0 or more tokens, got {capacity}")
         self.name = f"suffix:{length}"
         self.limit = length
-        self._context, self._factor, self._threshold = context, factor, threshold
+        self._context = context
+        self._factor = factor
+        self._threshold = threshold
         self._memory = _FinishedRequests(context, capacity) if shared else None
         self._running: dict[int, _Indexed] = {}
 
@@ -237,7 +239,9 @@ class _Indexed:
     """A running request: all its tokens, those that were counted, its own index, and the text predicted for it."""
 
     def __init__(self, prompt_length: int, predicted: PredictedText | None, shared: _ContextTree | None) -> None:
-        self.prompt_length, self.predicted, self.shared = prompt_length, predicted, shared
+        self.prompt_length = prompt_length
+        self.predicted = predicted
+        self.shared = shared
         self.tokens: list[int] = []
         self.read: list[int] = []
         self.own = _ContextTree()
@@ -249,7 +253,8 @@ class _FinishedRequests:
     def __init__(self, context: int, capacity: int) -> None:
         self.finished: deque[tuple[_ContextTree, list[int]]] = deque()
         self.size = 0
-        self._context, self._capacity = context, capacity
+        self._context = context
+        self._capacity = capacity
         # An index lives as long as a request in it does, running or finished.
         self._indexes: WeakValueDictionary[str, _ContextTree] = WeakValueDictionary()
 

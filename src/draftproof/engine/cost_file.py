@@ -60,7 +60,8 @@ class CostFile:
     def __init__(self, engine: DecodingLoop) -> None:
         self._key = _key(engine)
         self._file = _STORE.name(self._key, ".json")
-        self._written, self._given_up = time.monotonic(), False
+        self._written = time.monotonic()
+        self._given_up = False
         stopper = engine.drafter.stopper
         learner: Any = engine.drafter if isinstance(engine.drafter, Learner) else stopper
         self._learner = learner if isinstance(learner, Learner) and learner.timed else None

@@ -80,9 +80,12 @@ class Engine(DecodingLoop):
                 target.with_weights(weights), draft, self.tokenizer, options=self._options, rule=self._named_rule
             )
             self.forget()
-            self.target, self.drafter = fresh.target, fresh.drafter
-            self.verifier, self.seeded_verifier = fresh.verifier, fresh.seeded_verifier
-            self._draft, self._kept = draft, fresh._kept  # noqa: SLF001 - of this class
+            self.target = fresh.target
+            self.drafter = fresh.drafter
+            self.verifier = fresh.verifier
+            self.seeded_verifier = fresh.seeded_verifier
+            self._draft = draft
+            self._kept = fresh._kept  # noqa: SLF001 - of this class
             self._schedule()
 
     @classmethod

@@ -195,7 +195,8 @@ class RequestIntake:
             if params.prompt_logprobs is not None:
                 scores, siblings = made[0].prompt_logprobs, list(made)
                 for request in made:
-                    request.prompt_logprobs, request.siblings = scores, siblings
+                    request.prompt_logprobs = scores
+                    request.siblings = siblings
             self.scheduler.waiting.extend(made)
         return made
 

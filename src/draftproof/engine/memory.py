@@ -74,7 +74,8 @@ class MemoryBudget:
 
     def __init__(self, most: int | None, backends: Callable[[], Sequence[Backend]], spare: Callable[[], int]) -> None:
         self.most = most
-        self._backends, self._spare = backends, spare
+        self._backends = backends
+        self._spare = spare
         if most is None:
             return
         for each in self._measured():

@@ -147,7 +147,9 @@ class Scheduler:
             self.kept.most_nbytes = kv_memory
         drafter.reuse(self.kept)
         self.budget = MemoryBudget(kv_memory, lambda: [target, *drafter.backends], spare)
-        self._target, self._drafter, self._max_batch = target, drafter, max_batch
+        self._target = target
+        self._drafter = drafter
+        self._max_batch = max_batch
         self._turn = 0
 
     @property

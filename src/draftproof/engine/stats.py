@@ -101,7 +101,8 @@ class Stats:
         """Add the time of a round, after its counts."""
         self.seconds.add(seconds)
         if self.num_tokens and not self.num_first_tokens:
-            self.num_first_tokens, self.seconds_to_first = self.num_tokens, self.seconds.total
+            self.num_first_tokens = self.num_tokens
+            self.seconds_to_first = self.seconds.total
 
     def add(self, other: Stats) -> None:
         """Add the counts and times of another request to these."""

@@ -87,10 +87,14 @@ class ThreadCount:
         held_up: Callable[[int], bool] | None = None,
     ) -> None:
         self.count = 0
-        self._interruptions, self._clock, self._held_up = interruptions, clock, held_up
+        self._interruptions = interruptions
+        self._clock = clock
+        self._held_up = held_up
         self._most = 0
-        self._since, self._before = clock(), interruptions() if interruptions else 0
-        self._pause, self._next = FIRST_PAUSE, 0.0
+        self._since = clock()
+        self._before = interruptions() if interruptions else 0
+        self._pause = FIRST_PAUSE
+        self._next = 0.0
         self._candidates: list[int] = []
         self._other: int | None = None
         self._turn = 0
@@ -102,7 +106,8 @@ class ThreadCount:
         most = torch.get_num_threads()
         if most != self._most:  # the first round, or the caller chose another number
             self._most = self.count = most
-            self._other, self._candidates = None, []
+            self._other = None
+            self._candidates = []
         now, change = self._now, omp_set_num_threads()
         with _team():
             if now == most or change is None:
@@ -141,7 +146,8 @@ class ThreadCount:
             return
         count = self._interruptions()
         rate = (count - self._before) / (now - self._since)
-        self._since, self._before = now, count
+        self._since = now
+        self._before = count
         if now < self._next or (self.count == self._most and rate < SUSPICIOUS):
             return
         halves = [self._most >> times for times in range(self._most.bit_length())]
@@ -149,9 +155,11 @@ class ThreadCount:
         order = self._candidates or [self._most, halves.pop(), *halves[1:]]
         self._candidates = [each for each in order if each != self.count] or [self._most]
         self._other = self._candidates.pop(0)
-        self._turn, self._spent = 0, {}
+        self._turn = 0
+        self._spent = {}
         if self._other > self.count and self._held_up is not None and self._held_up(self._other):
-            self._other, self._next = None, self._clock() + _AGAIN
+            self._other = None
+            self._next = self._clock() + _AGAIN
 
     def _decide(self) -> None:
         """Keep the better number."""
@@ -159,8 +167,10 @@ class ThreadCount:
         few, many = sorted((self.count, self._other))
         better = few if self._spent[few].each < _FEWER * self._spent[many].each else many
         self._pause = FIRST_PAUSE if better != self.count else min(self._pause * 2, LONGEST_PAUSE)
-        self.count, self._other = better, None
-        self._since, self._before = self._clock(), self._interruptions() if self._interruptions else 0
+        self.count = better
+        self._other = None
+        self._since = self._clock()
+        self._before = self._interruptions() if self._interruptions else 0
         self._next = self._since + self._pause
 
 

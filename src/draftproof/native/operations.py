@@ -74,7 +74,8 @@ class Operations:
 
         def function(name: str, arguments: list[Any], result: Any = None) -> Any:
             made = getattr(library, f"draftproof_{name}")
-            made.argtypes, made.restype = arguments, result
+            made.argtypes = arguments
+            made.restype = result
             return made
 
         self._product = function(f"product_{suffix}", [pointer] * 5 + [number] * 4)
@@ -436,8 +437,10 @@ class Operations:
         require("fused", fused, self.dtype, (tokens, heads, given.dim))
         self._require_buffers(given, keys, values)
         out = fused.new_empty((tokens, given.heads * given.dim))
-        given.fused, given.out = fused.data_ptr(), out.data_ptr()
-        given.keys, given.values = keys.data_ptr(), values.data_ptr()
+        given.fused = fused.data_ptr()
+        given.out = out.data_ptr()
+        given.keys = keys.data_ptr()
+        given.values = values.data_ptr()
         self._attend(ctypes.addressof(given), torch.get_num_threads())
         return out
 

@@ -45,7 +45,8 @@ class PassMask:
         flat = list(itertools.chain.from_iterable(visible))
         if len(places) != self.rows:
             raise ValueError(f"{len(places)} places for {self.rows} rows")
-        self.tokens, self.width = len(flat), max(widths)
+        self.tokens = len(flat)
+        self.width = max(widths)
         self.horizon = max(flat)
         self.slots = 1 + max(slot for slot, _, _ in places)
         self.end = max(base + width for _, base, width in places)

@@ -39,7 +39,9 @@ class PrefixCache:
     """
 
     def __init__(self, most: int = MOST_SESSIONS, most_nbytes: int = MOST_NBYTES, *, shortest: int = SHORTEST) -> None:
-        self.most, self.most_nbytes, self.shortest = most, most_nbytes, shortest
+        self.most = most
+        self.most_nbytes = most_nbytes
+        self.shortest = shortest
         self.reused = self._nbytes = 0
         self._kept: list[_Kept] = []  # the most recently used one last
 

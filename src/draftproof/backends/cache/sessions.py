@@ -20,11 +20,14 @@ class SlotSession(Session):
 
     def __init__(self, cache: SlotCache, lender: SlotSession | None = None) -> None:
         super().__init__()
-        self.cache, self._is_lent = cache, lender is not None
+        self.cache = cache
+        self._is_lent = lender is not None
         self.slot = -1
         if lender is not None:
             assert lender.stem == lender.length, "a lent session continues a chain"
-            self.slot, self._tokens, self._length = lender.slot, list(lender.tokens), lender.length
+            self.slot = lender.slot
+            self._tokens = list(lender.tokens)
+            self._length = lender.length
             return
         with cache.lock:
             self.slot = cache.acquire()

@@ -44,12 +44,17 @@ class SlotBackend(ABC):
 
     def __init__(self, facts: ModelInfo, *, cache: SlotCache | None = None) -> None:
         self.facts = facts
-        self.name, self.vocab_size = facts.name, facts.vocab_size
-        self.dtype, self.device = facts.dtype, facts.device
-        self.max_positions, self.bounded_by = facts.max_positions, ""
+        self.name = facts.name
+        self.vocab_size = facts.vocab_size
+        self.dtype = facts.dtype
+        self.device = facts.device
+        self.max_positions = facts.max_positions
+        self.bounded_by = ""
         self.capabilities = Capabilities(hidden=facts.hidden_size)
         self._cache = SlotCache(facts.max_positions) if cache is None else cache
-        self.prefill, self.packs, self.keeps = PREFILL_CHUNK, False, True
+        self.prefill = PREFILL_CHUNK
+        self.packs = False
+        self.keeps = True
         self._recorded: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -89,7 +94,8 @@ class SlotBackend(ABC):
             legal = "2 or more" if most is None else f"2 to {most}"
             raise UserError(f"max_model_len: expected {legal}, got {positions}: {self.name} {reads}")
         if positions != most:
-            self.max_positions, self.bounded_by = positions, f"max_model_len is {positions}"
+            self.max_positions = positions
+            self.bounded_by = f"max_model_len is {positions}"
 
     def record_states(self, layers: Sequence[int] = ()) -> None:
         """From now on, record hidden states of each slot that a session reads (`Session.states_of`).

@@ -89,7 +89,9 @@ class FollowingSession(SlotSession):
 
     def __init__(self, cache: SlotCache, owner: Session, layers: tuple[int, ...] = (), back: int = 1) -> None:
         super().__init__(cache)
-        self.owner, self.layers, self.back = owner, layers, back
+        self.owner = owner
+        self.layers = layers
+        self.back = back
         self.certain = 0
 
     def _empty(self) -> None:
@@ -152,8 +154,12 @@ class HeadBackend:
     deepest: int | None = None
 
     def __init__(self, target: SlotBackend, net: HeadNet, name: str, *, back: int = 1) -> None:
-        self.name, self.net, self.back, self.layers = name, net, back, net.layers
-        self.vocab_size, self.device = target.vocab_size, target.device
+        self.name = name
+        self.net = net
+        self.back = back
+        self.layers = net.layers
+        self.vocab_size = target.vocab_size
+        self.device = target.device
         self.max_positions = target.max_positions
         self.capabilities = Capabilities(trees=target.capabilities.trees, hidden=net.width)
         self._dtype = target.dtype

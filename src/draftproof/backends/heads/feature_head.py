@@ -56,7 +56,8 @@ class LeanNet(HeadNet):
                 )
             layer, self._fuse = layer.quantized(bits), self._fuse.quantized(bits)
             self.logits = output.quantized_output(bits)
-        self._attention, self._run_layers = layer.attention, in_order([layer])
+        self._attention = layer.attention
+        self._run_layers = in_order([layer])
         self._rope = Rope(partial(_angles, config), net.fuse.weight.detach())
 
     def __call__(

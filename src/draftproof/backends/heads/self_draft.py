@@ -30,9 +30,13 @@ class SelfDraftBackend(SlotBackend):
 
     def __init__(self, whole: SlotBackend, part: SlotBackend, name: str) -> None:
         super().__init__(whole.facts, cache=whole.cache)
-        self.name, self.part = name, part
-        self.embed, self.prefill, self.packs = part.embed, part.prefill, part.packs
-        self.capabilities, self.max_positions = part.capabilities, whole.max_positions
+        self.name = name
+        self.part = part
+        self.embed = part.embed
+        self.prefill = part.prefill
+        self.packs = part.packs
+        self.capabilities = part.capabilities
+        self.max_positions = whole.max_positions
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         return self.part._compute(layout, hidden=hidden)  # noqa: SLF001 - a part of this backend

@@ -112,7 +112,8 @@ class HFBackend(SlotBackend):
     def _written(self, model: Any, statistics: Collection[InputStatistics]) -> Iterator[None]:
         """Let a form of the model write a text, in sessions of its own; see `calibration.write`."""
         reader = self._with_model(model)
-        reader._cache, reader._recorded = SlotCache(self.facts.max_positions), ()  # noqa: SLF001 - of this class
+        reader._cache = SlotCache(self.facts.max_positions)  # noqa: SLF001 - of this class
+        reader._recorded = ()  # noqa: SLF001
         return write(reader, statistics)
 
     def _with_model(self, model: Any) -> HFBackend:
@@ -126,7 +127,8 @@ class HFBackend(SlotBackend):
         copy_into(self.model, state_of(weights), self.name)
         made = copy.copy(self)
         made.keeps = False
-        made._cache, made._recorded = SlotCache(self.facts.max_positions), ()  # noqa: SLF001 - of this class
+        made._cache = SlotCache(self.facts.max_positions)  # noqa: SLF001 - of this class
+        made._recorded = ()  # noqa: SLF001
         return made
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:

@@ -131,7 +131,8 @@ class PlainBackend(SlotBackend):
         ids = torch.tensor([[*(session.tokens if kept else []), *tokens]], device=self.device)
         row, options = self._first(ids) if kept is None else self._next(ids, kept.options)
         session.read(tokens)
-        session.kept, self._latest = _Kept(options, session.length), session
+        session.kept = _Kept(options, session.length)
+        self._latest = session
         return row
 
     def _first(self, ids: Int[Tensor, "1 tokens"]) -> tuple[Float[Tensor, " vocab"], dict[str, Any]]:

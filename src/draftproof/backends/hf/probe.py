@@ -167,7 +167,10 @@ class Probe:
     """
 
     def __init__(self, model: Any, name: str, *, recurrent: bool = False, stepped: bool = False) -> None:
-        self._model, self._name, self._recurrent, self._stepped = model, name, recurrent, stepped
+        self._model = model
+        self._name = name
+        self._recurrent = recurrent
+        self._stepped = stepped
         self._models = [model]  # whose limits are lowered together
         try:
             self.windows: Windows = windows_of(model)

@@ -53,7 +53,8 @@ class QuantizedLinear(nn.Module):
         inputs: MeasuredInputs | None = None,
     ) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
         self.out_features, self.in_features = weight.shape
         whole = Product(weight.detach(), None if bias is None else bias.detach())
         if output:

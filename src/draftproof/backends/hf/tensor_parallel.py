@@ -95,8 +95,11 @@ class _Followed(SlotSession):
     """What a layout reads of a session of process 0."""
 
     def __init__(self, cache: SlotCache, row: Row) -> None:
-        self.cache, self._is_lent = cache, True
-        self.slot, self._length, self._parents = row.slot, row.length, list(row.tail)
+        self.cache = cache
+        self._is_lent = True
+        self.slot = row.slot
+        self._length = row.length
+        self._parents = list(row.tail)
 
 
 @dataclass(frozen=True)
@@ -411,7 +414,9 @@ class ParallelBackend(HFBackend):
     """
 
     def __init__(self, model: Any, group: Group, *, name: str) -> None:
-        self._group, self._number, self._is_ready = group, len(group.backends), False
+        self._group = group
+        self._number = len(group.backends)
+        self._is_ready = False
         super().__init__(model, name=name, cache=ParallelCache(self._note))
         if self._switch is not None:
             raise UserError(

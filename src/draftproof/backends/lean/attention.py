@@ -91,8 +91,11 @@ class Cells:
         horizon: int,
         rows: Int[Tensor, " rows"] | None = None,
     ) -> None:
-        self._stores, self.slots, self.places = (keys, values), slots, places
-        self._horizon, self._rows = horizon, rows
+        self._stores = (keys, values)
+        self.slots = slots
+        self.places = places
+        self._horizon = horizon
+        self._rows = rows
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, at full capacity."""

@@ -103,7 +103,8 @@ class LeanForward(SlotBackend):
 
     def __init__(self, facts: ModelInfo, lean: Lean, *, cache: SlotCache | None = None) -> None:
         super().__init__(facts, cache=cache)
-        self.lean, self.packs = lean, lean.packs
+        self.lean = lean
+        self.packs = lean.packs
         self.embed = lean.embed
 
     @property
@@ -150,7 +151,8 @@ class LeanForward(SlotBackend):
     def _written(self, lean: Lean, statistics: Collection[InputStatistics]) -> Iterator[None]:
         """Let a form of the model write a text; see `calibration.write`."""
         reader = LeanForward(self.facts, lean)
-        reader.max_positions, reader.capabilities = self.max_positions, self.capabilities
+        reader.max_positions = self.max_positions
+        reader.capabilities = self.capabilities
         return write(reader, statistics)
 
     def rounded(self, bits: int) -> LeanForward:
@@ -158,8 +160,10 @@ class LeanForward(SlotBackend):
         *_, lean = self.lean.quantizing(bits, self.name, self._written, kept=self.keeps, head_bits=BITS[-1])
         assert lean is not None, "the last step gives the model"
         made = self.around(replace(self.facts, bits=bits), lean)
-        made.max_positions, made.bounded_by = self.max_positions, self.bounded_by
-        made.capabilities, made.prefill = self.capabilities, self.prefill
+        made.max_positions = self.max_positions
+        made.bounded_by = self.bounded_by
+        made.capabilities = self.capabilities
+        made.prefill = self.prefill
         return made
 
     def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> SlotBackend:
@@ -172,10 +176,14 @@ class LeanForward(SlotBackend):
             del state[HEAD]  # tied
         refuse_misfits(state, architecture.shapes(state, self.facts.hidden_size, self.vocab_size), self.name)
         lean = architecture.lean_from(StateWeights(state, self.dtype, self.device))
-        lean.rope, lean.windows = self.lean.rope, self.lean.windows
+        lean.rope = self.lean.rope
+        lean.windows = self.lean.windows
         made = self.around(self.facts, lean)
-        made.max_positions, made.bounded_by, made.keeps = self.max_positions, self.bounded_by, False
-        made.capabilities, made.prefill = self.capabilities, self.prefill
+        made.max_positions = self.max_positions
+        made.bounded_by = self.bounded_by
+        made.keeps = False
+        made.capabilities = self.capabilities
+        made.prefill = self.prefill
         return made
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:

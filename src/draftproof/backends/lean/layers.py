@@ -110,7 +110,8 @@ class Lean:
         """The same with its first layers only."""
         made = copy.copy(self)
         made.layers = self.layers[:layers]
-        made.run_layers, made._pieces = in_order(made.layers), {}  # noqa: SLF001 - of this class
+        made.run_layers = in_order(made.layers)
+        made._pieces = {}  # noqa: SLF001 - of this class
         return made
 
     def quantizing(
@@ -158,7 +159,8 @@ class Lean:
             made.head = self.head.quantized_output(bits, table, statistics[_HEAD].found())
         else:
             made.head = self.head.quantized(head_bits)
-        made.run_layers, made._pieces = in_order(made.layers), {}  # noqa: SLF001 - of this class
+        made.run_layers = in_order(made.layers)
+        made._pieces = {}  # noqa: SLF001 - of this class
         yield made
 
     def _products(self) -> Iterator[tuple[int, Layer, str]]:
@@ -175,7 +177,8 @@ class Lean:
                 setattr(each, name, MeasuredProduct(getattr(layer, name), statistics[_place(number, name)]))
             made.layers.append(each)
         made.head = MeasuredProduct(self.head, statistics[_HEAD])
-        made.run_layers, made._pieces = in_order(made.layers), {}  # noqa: SLF001 - of this class
+        made.run_layers = in_order(made.layers)
+        made._pieces = {}  # noqa: SLF001 - of this class
         return made
 
     def _why_not_quantized(self, bits: int) -> str | None:
@@ -312,7 +315,9 @@ class Norm:
         if counts:
             weight = torch.cat([one.weight.expand(n, -1) for one, n in zip(modules, counts, strict=True)])
         size = weight.shape[-1]
-        self.weight, self.shape, self.eps = weight.detach(), (size,), eps_of(modules[0])
+        self.weight = weight.detach()
+        self.shape = (size,)
+        self.eps = eps_of(modules[0])
         self.fused = weight.device.type != "cpu"
         self.wide = torch.promote_types(weight.dtype, torch.float32)
         self.whole = self.weight.to(self.wide) + offset if offset else None
@@ -349,9 +354,11 @@ class WholeNorm:
     """
 
     def __init__(self, norms: Sequence[Norm], counts: Sequence[int]) -> None:
-        self._norms, self._counts = norms, counts
+        self._norms = norms
+        self._counts = counts
         self.scaled = torch.cat([norm.scaled for norm in norms])
-        self.added, self.eps = norms[0].added, norms[0].eps
+        self.added = norms[0].added
+        self.eps = norms[0].eps
 
     def __call__(self, x: Float[Tensor, "tokens heads dim"]) -> Float[Tensor, "tokens heads dim"]:
         """The normed heads of queries and keys."""
@@ -375,7 +382,9 @@ class Layer:
         self, layer: Any, number: int, kind: str, traits: Traits = LLAMA, *, angles: int = 0, pack: bool = True
     ) -> None:
         attention, config = layer.self_attn, layer.self_attn.config
-        self.number, self.kind, self.traits = number, kind, traits
+        self.number = number
+        self.kind = kind
+        self.traits = traits
         heads = Heads(
             int(config.num_attention_heads),
             int(config.num_key_value_heads),
@@ -523,7 +532,8 @@ class TorchGate:
     """
 
     def __init__(self, activation: str) -> None:
-        self._act, self._is_silu = ACTIVATIONS[activation], activation == "silu"
+        self._act = ACTIVATIONS[activation]
+        self._is_silu = activation == "silu"
 
     def __call__(self, x: Float[Tensor, "*rows both"]) -> Float[Tensor, "*rows dim"]:
         """The gated rows."""

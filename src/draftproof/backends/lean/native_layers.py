@@ -73,7 +73,8 @@ class _Places:
     def __init__(self, run: _LayerRun, cache: SlotCache, like: Tensor) -> None:
         heads = run.attention.heads
         pairs = [cache.buffers(number, heads.keys, heads.dim, like) for number in run.numbers]
-        self.cache, self.extent = cache, cache.extent
+        self.cache = cache
+        self.extent = cache.extent
         self.keys, self.values = (
             (ctypes.c_void_p * len(pairs))(*(pair[which].data_ptr() for pair in pairs)) for which in (0, 1)
         )

@@ -66,7 +66,8 @@ class Rotary:
     """
 
     def __init__(self, inv_freq: Float[Tensor, " half"], attention_scaling: float) -> None:
-        self.inv_freq, self.attention_scaling = inv_freq, attention_scaling
+        self.inv_freq = inv_freq
+        self.attention_scaling = attention_scaling
 
     def __call__(self, like: Tensor, *, position_ids: Int[Tensor, "1 positions"]) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each [1, positions, dim], in the dtype of `like`."""

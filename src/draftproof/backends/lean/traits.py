@@ -461,7 +461,9 @@ class _Watch:
 
     def __init__(self, model: Any, attention: Any) -> None:
         self._names = inspect.unwrap(type(attention).forward).__globals__
-        self._layer, self._calls, self._scale = -1, 0, float(attention.scaling)
+        self._layer = -1
+        self._calls = 0
+        self._scale = float(attention.scaling)
         self._thread = threading.get_ident()
         self._turned: set[int] = set()
         self._caps: set[float] = set()
@@ -484,7 +486,8 @@ class _Watch:
             logits = twin(input_ids=ids, use_cache=False).logits
         if self._layer != total - 1 or self._calls != total or len(self._caps) != 1:
             raise UnreadError("its layers do not attend once each, one after another, all in the same way")
-        self.turned, self.cap = [number in self._turned for number in range(total)], self._caps.pop()
+        self.turned = [number in self._turned for number in range(total)]
+        self.cap = self._caps.pop()
         self.divisor, self.logit_cap = _output(shown, logits, model.config)
 
     def _enter(self, *_: Any) -> None:

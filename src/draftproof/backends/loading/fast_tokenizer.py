@@ -66,7 +66,8 @@ class FastTokenizer:
         self._tokenizer = _plain(content)
         self._description = description
         self._original = functools.cache(original)
-        self.eos_token_id, self.bos_token_id = description.eos_token_id, description.bos_token_id
+        self.eos_token_id = description.eos_token_id
+        self.bos_token_id = description.bos_token_id
         self._template = description.chat_template
 
     @property

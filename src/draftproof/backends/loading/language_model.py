@@ -82,7 +82,8 @@ def _alone(model: Any, text: Any, language: Any) -> Any:
         return None
     with torch.device("meta"):
         made: Any = causal.from_config(text, attn_implementation=text._attn_implementation)  # noqa: SLF001 - as it is set
-    made.config, made.generation_config = language.config, model.generation_config
+    made.config = language.config
+    made.generation_config = model.generation_config
     prefix = made.base_model_prefix
     if type(getattr(made, prefix, None)) is not type(language):
         return None

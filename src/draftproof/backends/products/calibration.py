@@ -49,7 +49,9 @@ class InputStatistics:
 
     def clear(self) -> None:
         """Forget what was added."""
-        self.rows, self._sum, self._squares = 0, None, None
+        self.rows = 0
+        self._sum = None
+        self._squares = None
 
     def sums(self) -> Float32[Tensor, "2 in"] | None:
         """The sums, on the CPU; None where nothing was added."""
@@ -57,7 +59,9 @@ class InputStatistics:
 
     def restore(self, rows: int, sums: Float32[Tensor, "2 in"]) -> None:
         """Take what `sums` gave after so many rows in place of all that was added."""
-        self.rows, self._sum, self._squares = rows, sums[0], sums[1]
+        self.rows = rows
+        self._sum = sums[0]
+        self._squares = sums[1]
 
     def found(self) -> MeasuredInputs | None:
         """What is known now; None where nothing was added that differs from row to row."""
@@ -80,8 +84,11 @@ class MeasuredProduct(Product):
     """
 
     def __init__(self, product: Product, statistics: InputStatistics) -> None:
-        self.weight, self.bias, self.layout = product.weight, product.bias, "measured"
-        self._product, self._statistics = product, statistics
+        self.weight = product.weight
+        self.bias = product.bias
+        self.layout = "measured"
+        self._product = product
+        self._statistics = statistics
 
     def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The product with every row."""
@@ -104,8 +111,10 @@ class MeasuredLinear(nn.Module):
 
     def __init__(self, layer: nn.Module, statistics: InputStatistics) -> None:
         super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
-        self._layer, self._statistics = layer, statistics
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self._layer = layer
+        self._statistics = statistics
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The layer's outputs."""

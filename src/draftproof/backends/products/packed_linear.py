@@ -87,14 +87,19 @@ class Product:
     def __init__(
         self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None, *, pack: bool = True
     ) -> None:
-        self.bias, self.layout = bias, "plain"
+        self.bias = bias
+        self.layout = "plain"
         self.weight: Any = weight  # a tensor, or in a layout of native/
         self._multiply: Callable[..., Tensor] = F.linear
         operations = native.operations_for(weight) if pack else None
         if operations is not None:
-            self.layout, self.weight, self._multiply = "native", Interleaved.of(weight), operations.product
+            self.layout = "native"
+            self.weight = Interleaved.of(weight)
+            self._multiply = operations.product
         elif pack and packs(weight.dtype, weight.device.type):
-            self.layout, self.weight, self._multiply = "oneDNN", _pack(weight), _multiply_few
+            self.layout = "oneDNN"
+            self.weight = _pack(weight)
+            self._multiply = _multiply_few
         self._latest: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -133,7 +138,8 @@ class Product:
             made._multiply = operations.quantized_product  # noqa: SLF001 - of this class
         else:
             weights, dtype = _on_device(), self.weight.dtype
-            made.weight, made._multiply = weights.quantize(self.weight, bits, group, inputs), weights.product  # noqa: SLF001
+            made.weight = weights.quantize(self.weight, bits, group, inputs)
+            made._multiply = weights.product  # noqa: SLF001
         if (lost := made.weight.lost) is not None:
             made.bias = (lost if self.bias is None else lost + self.bias).to(dtype)
         return made
@@ -213,8 +219,12 @@ class RescoredProduct(Product):
         bias: Float[Tensor, " out"] | None,
         count: int,
     ) -> None:
-        self.weight, self.bias, self.layout = rough.weight, bias, rough.layout
-        self._rough, self._table, self._count = rough, table, count
+        self.weight = rough.weight
+        self.bias = bias
+        self.layout = rough.layout
+        self._rough = rough
+        self._table = table
+        self._count = count
         blocks = table.blocks if isinstance(table, Interleaved) else table
         self._operations = native.operations_for(blocks) if blocks.is_contiguous() else None
 
@@ -271,7 +281,9 @@ class Part(nn.Module):
     def __init__(self, product: Product, start: int, stop: int, places: Int[Tensor, " part"] | None = None) -> None:
         super().__init__()
         self.product = product
-        self.start, self.stop, self._places = start, stop, places
+        self.start = start
+        self.stop = stop
+        self._places = places
 
     @property
     def weight(self) -> Float[Tensor, "out in"]:
@@ -362,10 +374,13 @@ class StoredProduct(Product):
 
     def __init__(self, matrices: Sequence[StoredMatrix], bias: Float[Tensor, " out"] | None = None) -> None:
         operations = operations_for_stored(matrices[0])
-        self.bias, self.layout, self._latest = bias, "native", None
+        self.bias = bias
+        self.layout = "native"
+        self._latest = None
         self._types = sorted({LAYOUTS[each.type].name for each in matrices})
         self._matrices = matrices if all(each.release for each in matrices) else ()
-        self._operations, self._multiply = operations, operations.ggml_product
+        self._operations = operations
+        self._multiply = operations.ggml_product
         self.weight = GGMLWeight.joined([repacked(each) for each in matrices])
 
     def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:  # noqa: ARG002 - of Product

@@ -85,7 +85,8 @@ class _Watching(StateView):
         group = Group(rows=[0], cuts=tuple(cuts) or (width,), mark=None, before=[None])
         super().__init__(cache, WritePlan((cache.acquire(),), (0,), (width,)), [group])
         cache.reserve(width)
-        self.width, self._report = width, report
+        self.width = width
+        self._report = report
 
     def _get(self, key: Key) -> Tensor | None:
         self._report()
@@ -213,7 +214,10 @@ class _Divided:
     """A mixer's forward pass that reads in pieces."""
 
     def __init__(self, forward: Callable[..., Any], view: StateView, rows: int, width: int) -> None:
-        self._forward, self._view, self._rows, self._width = forward, view, rows, width
+        self._forward = forward
+        self._view = view
+        self._rows = rows
+        self._width = width
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         made = [(group, self._read(group, args, options)) for group in self._view.groups]

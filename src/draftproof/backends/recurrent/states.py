@@ -94,11 +94,14 @@ class StateView(CacheView):
     def __init__(self, cache: SlotCache, plan: WritePlan, groups: Sequence[Group]) -> None:
         super().__init__(cache, plan)
         self.groups = groups
-        self._group, self._width, self._touched = groups[0], groups[0].cuts[-1], set[Key]()
+        self._group = groups[0]
+        self._width = groups[0].cuts[-1]
+        self._touched = set[Key]()
 
     def begin(self, group: Group, width: int) -> None:
         """From now on, layers read this many tokens of each row of a group."""
-        self._group, self._width = group, width
+        self._group = group
+        self._width = width
         self._touched.clear()
 
     def mark(self) -> None:

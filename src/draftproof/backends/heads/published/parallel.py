@@ -53,7 +53,8 @@ class ParallelSession(Session):
 
     def __init__(self, owner: Session, inner: Session | None = None) -> None:
         super().__init__()
-        self.owner, self.inner = owner, inner
+        self.owner = owner
+        self.inner = inner
         self.places: Places | None = None
         self.root = 0
 
@@ -114,9 +115,13 @@ class ParallelBackend(ABC):
         layers: tuple[int, ...],
         ids: Int[Tensor, " ids"] | None,
     ) -> None:
-        self.name, self.layers, self._ids = name, layers, ids
+        self.name = name
+        self.layers = layers
+        self._ids = ids
         self.deepest: int | None = places
-        self.vocab_size, self.device, self.max_positions = target.vocab_size, target.device, target.max_positions
+        self.vocab_size = target.vocab_size
+        self.device = target.device
+        self.max_positions = target.max_positions
         self.capabilities = Capabilities(trees=True, hidden=width)
         target.record_states(layers)
 
@@ -151,7 +156,8 @@ class ParallelBackend(ABC):
             if session.places is None:
                 fresh.append(session)
         for session, places in zip(fresh, self._compute(fresh) if fresh else [], strict=True):
-            session.places, session.root = places, session.stem
+            session.places = places
+            session.root = session.stem
         rows = self._rows(sessions, asked)
         return [FeedOutput(row.logits, row.states if hidden else None, self._ids, row.accepted) for row in rows]
 

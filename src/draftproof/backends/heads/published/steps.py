@@ -53,10 +53,13 @@ class StepsBackend:
     back = 0
 
     def __init__(self, target: SlotBackend, layers: Sequence[HeadBackend], name: str) -> None:
-        self.name, self._layers = name, layers
+        self.name = name
+        self._layers = layers
         self.layers: tuple[int, ...] = layers[0].layers
         self.deepest: int | None = len(layers)
-        self.vocab_size, self.device, self.max_positions = target.vocab_size, target.device, target.max_positions
+        self.vocab_size = target.vocab_size
+        self.device = target.device
+        self.max_positions = target.max_positions
         self.capabilities = replace(layers[0].capabilities, trees=False)
 
     def open(self) -> StepsSession:
