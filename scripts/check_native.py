@@ -73,7 +73,6 @@ def builds(kinds: list[str], names: list[str]) -> list[tuple[str, str, str, tupl
 def check(kind: str, name: str, under: str, extra: tuple[str, ...], arguments: list[str]) -> int:
     """Build one library, and run the tests on it in a new process; returns pytest's exit status."""
     from draftproof.native import build as library
-
     from support.emulated import cross_compile
 
     library._TIMEOUT = 3600  # noqa: SLF001 - sanitized code takes long to compile

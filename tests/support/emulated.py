@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from draftproof.native import build as library
 
 COMPILER, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
@@ -16,7 +18,7 @@ PROCESSORS = {
     "neon": "cortex-a57",
     "neon-dotprod": "neoverse-n1",
     "neon-i8mm-bf16": "max",
-}  # each has no more than that
+}  # none has what the next needs
 SOURCE = Path(__file__).parents[2] / "scripts" / "emulate" / "remote.c"
 _NUMBERS, _NAME = 14, 64  # as in remote.c
 _APART = 16 << 30  # bytes that memory mappings of both processes may still grow by
@@ -27,6 +29,11 @@ def missing() -> str | None:
     """Why nothing can be emulated here; None if it can."""
     absent = [each for each in (COMPILER, QEMU) if shutil.which(each) is None]
     return f"{' and '.join(absent)} not found (Debian's gcc-aarch64-linux-gnu, qemu-user)" if absent else None
+
+
+def needs_emulation(test):
+    """Mark a slow test that is skipped where nothing can be emulated."""
+    return pytest.mark.slow(pytest.mark.skipif(missing() is not None, reason=str(missing()))(test))
 
 
 def cross_compile(level: library.Level, out: Path, *extra: str) -> None:

@@ -111,12 +111,22 @@ def choose(name: str | None = None) -> list[Level]:
         raise UnavailableError(f"they are for Linux, and this is {sys.platform}")
     if name is None:
         return [level for level in LEVELS if _why_not(level) is None]
-    found = next((level for level in LEVELS if level.name == name), None)
-    if found is None:
-        raise UserError(f"expected a level of {', '.join(level.name for level in LEVELS)}, got {name!r}")
+    found = level_named(name)
     if (problem := _why_not(found)) is not None:
         raise UnavailableError(problem)
     return [found]
+
+
+def level_named(name: str) -> Level:
+    """The level with a name.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = next((level for level in LEVELS if level.name == name), None)
+    if found is None:
+        raise UserError(f"expected a level of {', '.join(level.name for level in LEVELS)}, got {name!r}")
+    return found
 
 
 def _why_not(level: Level) -> str | None:
