@@ -6,6 +6,7 @@ enum {
   TILE_ROWS_OF_THREE = 8, /* the same with three */
   TILE_ROWS_OF_FOUR = 6,  /* the same with four */
   QUANTIZED_BLOCKS = 4,   /* blocks of quantized weights beside one another, for one row */
+  ONE_SUM = 0,            /* whether several rows have one sum for each output, and bytes one product, for want of registers */
   TOGETHER = 6,           /* queries that attend at once */
   ROWS_TOGETHER = 6,      /* rows that a plain weight multiplies at once */
   OUTS_OF_ONE = 8,        /* its outputs at once, for one row */
