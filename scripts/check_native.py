@@ -44,19 +44,20 @@ def builds(kinds: list[str], names: list[str]) -> list[tuple[str, str, str, tupl
     from draftproof.native import build as library
     from support.emulated import PROCESSORS, missing
 
-    found = []
+    found: list[tuple[str, str, str, tuple[str, ...]]] = []
     for level in library.LEVELS:
         if names and level.name not in names:
             continue
-        if "emulate" in kinds and level.name in PROCESSORS and level.machine != platform.machine():
+        if level.machine not in (None, platform.machine()):
+            if "emulate" not in kinds or level.name not in PROCESSORS:
+                continue
             if why := missing():
                 print(f"{level.name} is left out: {why}")
             else:
                 found.append(("emulate", level.name, level.name, ()))
+            continue
         lacking = level.needs - library.processor()
         tiles = "amx_tile" in level.needs
-        if level.machine not in (None, platform.machine()):
-            continue
         if "sanitize" in kinds and lacking <= NOT_OF_CODE:  # sanitizers do not see tiles
             seen = ("-DEMULATE_AMX", INCLUDE) if tiles else ()
             found.append(("sanitize", level.name, level.name, SANITIZERS + seen))
