@@ -7,7 +7,8 @@
 
 A level that needs only another vendor's processor, or a matrix unit (AMX), is built as it is, with the matrix unit's
 instructions by plain loops. The other levels with AVX-512 are emulated by SIMDe (Debian's libsimde-dev), in a build for
-AVX2 or less: SIMDe and the processor's own AVX-512 do not mix.
+AVX2 or less: SIMDe and the processor's own AVX-512 do not mix. Levels of Arm processors are compiled by Debian's
+cross-compiler and run by QEMU (tests/support/emulated.py).
 
 Arguments after `--` go to pytest. It takes minutes, because sanitized code is slow.
 """
@@ -22,6 +23,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))  # for support
 SANITIZERS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 EMULATED = {
     "x86-64-v4": (),
@@ -46,21 +48,28 @@ LIBRARY, LEVEL = "DRAFTPROOF_CHECK_LIBRARY", "DRAFTPROOF_CHECK_LEVEL"
 def builds(kinds: list[str], names: list[str]) -> list[tuple[str, str, str, tuple[str, ...]]]:
     """The builds to check: kind, level, the level whose flags the compiler gets, and extra flags."""
     from draftproof.native import build as library
+    from support.emulated import PROCESSORS, missing
 
-    found = []
+    found: list[tuple[str, str, str, tuple[str, ...]]] = []
     for level in library.LEVELS:
         if names and level.name not in names:
             continue
-        missing = level.needs - library.processor()
-        tiles = "amx_tile" in level.needs
         if level.machine not in (None, platform.machine()):
+            if "emulate" not in kinds or level.name not in PROCESSORS:
+                continue
+            if why := missing():
+                print(f"{level.name} is left out: {why}")
+            else:
+                found.append(("emulate", level.name, level.name, ()))
             continue
-        if "sanitize" in kinds and missing <= NOT_OF_CODE:  # sanitizers do not see tiles
+        lacking = level.needs - library.processor()
+        tiles = "amx_tile" in level.needs
+        if "sanitize" in kinds and lacking <= NOT_OF_CODE:  # sanitizers do not see tiles
             seen = ("-DEMULATE_AMX", INCLUDE) if tiles else ()
             found.append(("sanitize", level.name, level.name, SANITIZERS + seen))
-        if "emulate" in kinds and missing and missing <= NOT_OF_CODE:
+        if "emulate" in kinds and lacking and lacking <= NOT_OF_CODE:
             found.append(("emulate", level.name, level.name, ("-DEMULATE_AMX", INCLUDE) if tiles else ()))
-        elif "emulate" in kinds and missing and level.name in EMULATED:
+        elif "emulate" in kinds and lacking and level.name in EMULATED:
             if not SIMDE.exists():
                 sys.exit(f"{SIMDE} is missing: install libsimde-dev, or check with sanitizers only")
             under = next(each.name for each in library.choose() if "avx512f" not in each.needs)
@@ -71,12 +80,16 @@ def builds(kinds: list[str], names: list[str]) -> list[tuple[str, str, str, tupl
 def check(kind: str, name: str, under: str, extra: tuple[str, ...], arguments: list[str]) -> int:
     """Build one library, and run the tests on it in a new process; returns pytest's exit status."""
     from draftproof.native import build as library
+    from support.emulated import cross_compile
 
     library._TIMEOUT = 3600  # noqa: SLF001 - sanitized code takes long to compile
     runs = next(level for level in library.LEVELS if level.name == under)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "library.so"
-        library.compile_library(out, runs, extra=extra)
+        if runs.machine in (None, platform.machine()):
+            library.compile_library(out, runs, extra=extra)
+        else:
+            cross_compile(runs, out)
         environment = os.environ | {LIBRARY: str(out), LEVEL: name, "OMP_NUM_THREADS": "2"}
         if kind == "sanitize":
             command = ["gcc", "-print-file-name=libasan.so"]
@@ -91,9 +104,12 @@ def run(arguments: list[str]) -> int:
     import pytest
 
     from draftproof.native import build as library
+    from support.emulated import PROCESSORS, EmulatedLibrary
 
     level = next(level for level in library.LEVELS if level.name == os.environ[LEVEL])
-    loaded = ctypes.CDLL(os.environ[LIBRARY])
+    path = Path(os.environ[LIBRARY])
+    here = level.machine in (None, platform.machine())
+    loaded = ctypes.CDLL(str(path)) if here else EmulatedLibrary(path, PROCESSORS[level.name])
 
     def choose(name: str | None = None) -> list[library.Level]:
         if name not in (None, level.name):
@@ -101,7 +117,6 @@ def run(arguments: list[str]) -> int:
         return [level]
 
     library.choose, library.load = choose, functools.cache(lambda _: loaded)
-    sys.path.insert(0, str(ROOT / "tests"))
     files = [str(ROOT / "tests" / name) for name in FILES]
     return int(pytest.main(["-q", "-W", "ignore", "-m", "not builds", *files, *arguments]))
 

@@ -15,6 +15,7 @@ from draftproof import Engine, SamplingParams
 from draftproof.cli import app
 from draftproof.cli._chat_commands import COMMANDS as CHAT_COMMANDS
 from draftproof.engine.registry import DRAFTERS, STOPPERS, VERIFIERS
+from draftproof.native.build import LEVELS
 from support.docs_pages import (
     DOCS,
     NOT_RUN,
@@ -226,6 +227,12 @@ def results_that_are_listed(index):
     """Pages and folders in the first column of the list of results."""
     rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \| [^|]+ \|$", index, re.MULTILINE)
     return sorted(set(re.findall(r"[a-z]\w*(?:\.md|/)", " ".join(rows))))
+
+
+def test_the_levels_of_processors_are_all_listed():
+    page = (ROOT / "docs" / "start" / "install.md").read_text(encoding="utf-8")
+    listed = page.split("| level |")[1].split("\n\n")[0]
+    assert re.findall(r"^\| `([\w-]+)`", listed, re.MULTILINE) == [level.name for level in LEVELS]
 
 
 def test_every_result_that_is_listed_exists_and_every_page_is_listed():

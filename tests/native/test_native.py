@@ -892,6 +892,7 @@ print(len(cases))
 """
 
 
+@pytest.mark.builds  # its process chooses a build of its own
 @needs_native
 def test_no_wrong_argument_reaches_c():
     """In a process without the tests' own shape checks, which would refuse most of these first."""

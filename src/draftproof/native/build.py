@@ -44,7 +44,7 @@ class Level:
     """A kind of processor that the library is built for.
 
     Attributes:
-        name: that of the x86-64 psABI, where there is one.
+        name: that of the x86-64 psABI, where there is one; with Arm, instructions that products are made of.
         needs: flags that the processor must have, or its vendor.
         flags: for the compiler.
         machine: as in `platform.machine`; None for any.
@@ -63,6 +63,10 @@ def _level(name: str, *features: str, vendor: str | None = None, defined: tuple[
     return Level(name, needs | ({vendor} if vendor else set()), flags)
 
 
+def _arm(name: str, march: str, *needs: str) -> Level:
+    return Level(name, frozenset(needs), (f"-march={march}", "-DWITH_NEON"), "aarch64")
+
+
 _V4 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma")
 LEVELS = (  # best first
     _level("x86-64-v4-amx", *_V4, "avx512vnni", "avx512bf16", "amx-tile", "amx-bf16"),
@@ -71,18 +75,29 @@ LEVELS = (  # best first
     _level("x86-64-v4-bf16", *_V4, "avx512vnni", "avx512bf16"),
     _level("x86-64-v4", *_V4),
     _level("x86-64-v3", "avx2", "fma", "f16c"),
+    _arm("neon-i8mm-bf16", "armv8.2-a+dotprod+i8mm+bf16", "asimd", "asimddp", "i8mm", "bf16"),
+    _arm("neon-dotprod", "armv8.2-a+dotprod", "asimd", "asimddp"),
+    _arm("neon", "armv8-a", "asimd"),
     Level("portable", frozenset(), ("-ffp-contract=fast",), None),
 )
 
 
+# Linux, arch/arm64/include/uapi/asm/hwcap.h: flags as bits of the numbers 16 and 26 (AT_HWCAP, AT_HWCAP2) of getauxval.
+_ARM_FLAGS = {"asimd": (16, 1), "asimddp": (16, 20), "i8mm": (26, 13), "bf16": (26, 14)}
+
+
 def processor() -> frozenset[str]:
     """The flags of this processor with their Linux names, and its vendor; empty where they are not known."""
+    if platform.machine() == "aarch64":
+        ask = ctypes.CDLL(None).getauxval
+        ask.argtypes = [ctypes.c_ulong]
+        ask.restype = ctypes.c_ulong
+        return frozenset(flag for flag, (number, bit) in _ARM_FLAGS.items() if ask(number) >> bit & 1)
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return frozenset()
-    starts = ("vendor_id", ("flags", "Features"))
-    found = [next((line for line in lines if line.startswith(start)), "") for start in starts]
+    found = [next((line for line in lines if line.startswith(start)), "") for start in ("vendor_id", "flags")]
     return frozenset(" ".join(found).split())
 
 
@@ -96,12 +111,22 @@ def choose(name: str | None = None) -> list[Level]:
         raise UnavailableError(f"they are for Linux, and this is {sys.platform}")
     if name is None:
         return [level for level in LEVELS if _why_not(level) is None]
-    found = next((level for level in LEVELS if level.name == name), None)
-    if found is None:
-        raise UserError(f"expected a level of {', '.join(level.name for level in LEVELS)}, got {name!r}")
+    found = level_named(name)
     if (problem := _why_not(found)) is not None:
         raise UnavailableError(problem)
     return [found]
+
+
+def level_named(name: str) -> Level:
+    """The level with a name.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = next((level for level in LEVELS if level.name == name), None)
+    if found is None:
+        raise UserError(f"expected a level of {', '.join(level.name for level in LEVELS)}, got {name!r}")
+    return found
 
 
 def _why_not(level: Level) -> str | None:

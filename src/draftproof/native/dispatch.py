@@ -7,8 +7,7 @@ in which it is verified. docs/log.md has their speed. The variable DRAFTPROOF_NA
             warning where the build fails or its results are wrong;
     0       never;
     1       as auto, without that exception; an error where native operations are not available;
-    LEVEL   as 1, with the build for one level of processors: x86-64-v4-amx, x86-64-v4-fma, x86-64-v4-bf16, x86-64-v4,
-            x86-64-v3, portable.
+    LEVEL   as 1, with the build for one level of processors (`build.LEVELS`).
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ static void NAME(quantize_row)(const ELEM *x, long ins, const quantized_inputs *
 /* Some rows' outputs of neighbouring blocks; memory is read faster in more places at once. */
 INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, long block, const int rows,
                                  const int blocks, const int bits) {
-  const int together = (int)groups_of_piece(bits);
+  const int together = (int)groups_of_piece(bits), one_sum = ONE_SUM && rows > 1;
   const long places = p->groups * p->group, size = 2 * p->group * bits;
   const long next = quantized_block_size(p->groups, p->group, bits);
   const uint8_t *start = p->w + block * next, *at = start + quantized_head(bits);
@@ -79,15 +79,27 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
 #pragma GCC unroll 4
             for (int m = 0; m < rows; m++) {
               low[m][b] = add_dot(low[m][b], quarters(numbers, i), splat_unit(here + m * places + 4 * i));
-              high[m][b] = add_dot(high[m][b], quarters(numbers, i + 1), splat_unit(here + m * places + 4 * i + 4));
+              if (one_sum)
+                low[m][b] = add_dot(low[m][b], quarters(numbers, i + 1), splat_unit(here + m * places + 4 * i + 4));
+              else
+                high[m][b] = add_dot(high[m][b], quarters(numbers, i + 1), splat_unit(here + m * places + 4 * i + 4));
             }
+          continue;
+        }
+        if (bits == 8 && ONE_SUM) {
+#pragma GCC unroll 4
+          for (int m = 0; m < rows; m++)
+            low[m][b] = add_byte_dot(low[m][b], numbers, splat_unit(here + m * places));
           continue;
         }
         const units lower = lower_halves(numbers), upper = upper_halves(numbers);
 #pragma GCC unroll 4
         for (int m = 0; m < rows; m++) {
           low[m][b] = add_dot(low[m][b], lower, splat_unit(here + m * places));
-          high[m][b] = add_dot(high[m][b], upper, splat_unit(here + m * places + (bits == 4 ? 4 : 0)));
+          if (one_sum)
+            low[m][b] = add_dot(low[m][b], upper, splat_unit(here + m * places + 4));
+          else
+            high[m][b] = add_dot(high[m][b], upper, splat_unit(here + m * places + (bits == 4 ? 4 : 0)));
         }
       }
     }

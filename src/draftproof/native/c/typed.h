@@ -88,32 +88,10 @@ INLINE void NAME(tile)(const NAME(product) * p, long row, long block, const int 
 typedef void (*NAME(tile_fn))(const NAME(product) *, long, long);
 #define TILE(m, b) \
   static void NAME(tile_##m##_##b)(const NAME(product) * p, long row, long block) { NAME(tile)(p, row, block, m, b); }
-#ifdef WITH_AVX512
-#define TILES(m) TILE(m, 1) TILE(m, 2)
-TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6) TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12)
-TILE(6, 3) TILE(7, 3) TILE(8, 3)
-TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4) TILE(5, 4) TILE(6, 4)
-#define ONE(m) NAME(tile_##m##_1)
-#define TWO(m) NAME(tile_##m##_2)
-#define THREE(m) NAME(tile_##m##_3)
-#define FOUR(m) NAME(tile_##m##_4)
-static const NAME(tile_fn) NAME(tiles)[5][TILE_ROWS + 1] = {
-    [1] = {0, ONE(1), ONE(2), ONE(3), ONE(4), ONE(5), ONE(6), ONE(7), ONE(8), ONE(9), ONE(10), ONE(11), ONE(12)},
-    [2] = {0, TWO(1), TWO(2), TWO(3), TWO(4), TWO(5), TWO(6), TWO(7), TWO(8), TWO(9), TWO(10), TWO(11), TWO(12)},
-    [3] = {[6] = THREE(6), THREE(7), THREE(8)},
-    [4] = {0, FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6)}};
-#undef ONE
-#undef TWO
-#undef THREE
-#undef FOUR
-#undef TILES
-#else
-TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(1, 2) TILE(2, 2) TILE(1, 4)
-static const NAME(tile_fn) NAME(tiles)[5][TILE_ROWS + 1] = {
-    [1] = {0, NAME(tile_1_1), NAME(tile_2_1), NAME(tile_3_1), NAME(tile_4_1)},
-    [2] = {0, NAME(tile_1_2), NAME(tile_2_2)},
-    [4] = {0, NAME(tile_1_4)}};
-#endif
+#define NAMED(m, b) [b][m] = NAME(tile_##m##_##b),
+PRODUCT_TILES(TILE)
+static const NAME(tile_fn) NAME(tiles)[5][TILE_ROWS + 1] = {PRODUCT_TILES(NAMED)};
+#undef NAMED
 #undef TILE
 
 /* Some blocks of outputs for all rows: a block's weights are read from memory once and serve every tile of rows. */

@@ -51,18 +51,10 @@ typedef void (*wide_fn)(const product_bfloat16 *, const float *, long, long);
   static void wide_##m##_##b(const product_bfloat16 *p, const float *x, long row, long block) { \
     tile_of_wide(p, x, row, block, m, b);                                                      \
   }
-#define TILES(m) TILE(m, 1) TILE(m, 2)
-TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6) TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12)
-TILE(6, 3) TILE(7, 3) TILE(8, 3)
-TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4) TILE(5, 4) TILE(6, 4)
-static const wide_fn wide_tiles[5][TILE_ROWS + 1] = {
-    [1] = {0, wide_1_1, wide_2_1, wide_3_1, wide_4_1, wide_5_1, wide_6_1, wide_7_1, wide_8_1, wide_9_1, wide_10_1,
-           wide_11_1, wide_12_1},
-    [2] = {0, wide_1_2, wide_2_2, wide_3_2, wide_4_2, wide_5_2, wide_6_2, wide_7_2, wide_8_2, wide_9_2, wide_10_2,
-           wide_11_2, wide_12_2},
-    [3] = {[6] = wide_6_3, wide_7_3, wide_8_3},
-    [4] = {0, wide_1_4, wide_2_4, wide_3_4, wide_4_4, wide_5_4, wide_6_4}};
-#undef TILES
+#define NAMED(m, b) [b][m] = wide_##m##_##b,
+PRODUCT_TILES(TILE)
+static const wide_fn wide_tiles[5][TILE_ROWS + 1] = {PRODUCT_TILES(NAMED)};
+#undef NAMED
 #undef TILE
 
 /* Some blocks of outputs for some tiles of rows, whose inputs are in `wide`. */

@@ -1,0 +1,490 @@
+/* Sixteen lanes as several smaller vectors (lanes.h). */
+
+#ifdef WITH_AVX2
+enum { PART = 8, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 1, QUANTIZED_BLOCKS = 2, ONE_SUM = 0, TOGETHER = 3, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 4 };
+#define PRODUCT_TILES(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(1, 2) DO(2, 2) DO(1, 4)
+#elif defined(WITH_NEON) /* 32 registers, of which a tile's sums take 24 at most */
+enum { PART = 4, TILE_ROWS = 6, TILE_ROWS_OF_TWO = 3, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 1, QUANTIZED_BLOCKS = 2, ONE_SUM = 1, TOGETHER = 3, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 4 };
+#define PRODUCT_TILES(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(5, 1) DO(6, 1) DO(1, 2) DO(2, 2) DO(3, 2) DO(1, 4)
+#else
+enum { PART = 4, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 0, QUANTIZED_BLOCKS = 2, ONE_SUM = 0, TOGETHER = 2, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 2 };
+#define PRODUCT_TILES(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(1, 2) DO(2, 2) DO(1, 4)
+#endif
+enum { PARTS = LANES / PART };
+
+typedef float float_part __attribute__((vector_size(4 * PART)));
+typedef int32_t int_part __attribute__((vector_size(4 * PART)));
+typedef uint32_t bits_part __attribute__((vector_size(4 * PART)));
+typedef uint16_t half_part __attribute__((vector_size(2 * PART)));
+/* The same anywhere in memory: read part by part, since a struct that is copied whole goes through the stack. */
+typedef float float_part_at __attribute__((vector_size(4 * PART), aligned(4), may_alias));
+typedef uint32_t bits_part_at __attribute__((vector_size(4 * PART), aligned(2), may_alias));
+typedef uint16_t half_part_at __attribute__((vector_size(2 * PART), aligned(2), may_alias));
+typedef struct {
+  float_part p[PARTS];
+} floats;
+typedef struct {
+  bits_part p[PARTS];
+} units;
+
+#define EACH_PART _Pragma("GCC unroll 4") for (int i = 0; i < PARTS; i++)
+
+INLINE float_part splat_part(float v) { return (float_part){0} + v; }
+INLINE int_part number_part(int i) { /* the lanes' numbers */
+#ifdef WITH_AVX2
+  return (int_part){0, 1, 2, 3, 4, 5, 6, 7} + PART * i;
+#else
+  return (int_part){0, 1, 2, 3} + PART * i;
+#endif
+}
+INLINE float_part choose(int_part which, float_part a, float_part b) {
+  return (float_part)(((int_part)a & which) | ((int_part)b & ~which));
+}
+
+INLINE floats splat(float v) {
+  floats r;
+  EACH_PART r.p[i] = splat_part(v);
+  return r;
+}
+INLINE floats add(floats a, floats b) {
+  EACH_PART a.p[i] = a.p[i] + b.p[i];
+  return a;
+}
+INLINE floats sub(floats a, floats b) {
+  EACH_PART a.p[i] = a.p[i] - b.p[i];
+  return a;
+}
+INLINE floats mul(floats a, floats b) {
+  EACH_PART a.p[i] = a.p[i] * b.p[i];
+  return a;
+}
+INLINE floats quotient(floats a, floats b) {
+  EACH_PART a.p[i] = a.p[i] / b.p[i];
+  return a;
+}
+INLINE float_part multiply_add_part(float_part a, float_part b, float_part c) {
+#ifdef WITH_AVX2
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(WITH_NEON)
+  return vfmaq_f32(c, a, b);
+#elif defined(__FP_FAST_FMAF)
+  for (int lane = 0; lane < PART; lane++) c[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
+  return c;
+#else
+  return a * b + c;
+#endif
+}
+INLINE floats multiply_add(floats a, floats b, floats c) {
+  EACH_PART c.p[i] = multiply_add_part(a.p[i], b.p[i], c.p[i]);
+  return c;
+}
+INLINE floats subtract_product(floats a, floats b, floats c) {
+  EACH_PART c.p[i] = multiply_add_part(-a.p[i], b.p[i], c.p[i]);
+  return c;
+}
+INLINE floats larger(floats a, floats b) { /* b where they cannot be compared, as in _mm512_max_ps */
+#ifdef WITH_AVX2
+  EACH_PART a.p[i] = _mm256_max_ps(a.p[i], b.p[i]);
+#else
+  EACH_PART a.p[i] = choose(a.p[i] > b.p[i], a.p[i], b.p[i]);
+#endif
+  return a;
+}
+INLINE floats smaller(floats a, floats b) { /* b where they cannot be compared, as in _mm512_min_ps */
+  EACH_PART a.p[i] = choose(a.p[i] < b.p[i], a.p[i], b.p[i]);
+  return a;
+}
+INLINE floats where_below(floats a, floats b, floats then, floats otherwise) {
+  EACH_PART then.p[i] = choose(a.p[i] < b.p[i], then.p[i], otherwise.p[i]);
+  return then;
+}
+enum { MAGIC_BITS = 0x4b400000 }; /* of 1.5 * 2^23: added to a float32 below 2^22 it leaves the nearest whole number */
+INLINE floats nearest(floats v) {
+#ifdef WITH_NEON
+  EACH_PART v.p[i] = vrndnq_f32(v.p[i]);
+#else
+  EACH_PART v.p[i] = (v.p[i] + splat_part(12582912.0f)) - splat_part(12582912.0f);
+#endif
+  return v;
+}
+/* v 2^whole, |whole| below 2^22; in two steps, so that what float32 holds only as a subnormal number is rounded once. */
+INLINE floats times_power(floats v, floats whole) {
+  EACH_PART {
+    float_part bounded = choose(whole.p[i] > splat_part(-252.0f), whole.p[i], splat_part(-252.0f));
+    bounded = choose(bounded < splat_part(252.0f), bounded, splat_part(252.0f));
+    const int_part exponent = (int_part)(bounded + splat_part(12582912.0f)) - MAGIC_BITS;
+    const int_part half = exponent >> 1;
+    v.p[i] = v.p[i] * (float_part)((half + 127) << 23) * (float_part)((exponent - half + 127) << 23);
+  }
+  return v;
+}
+/* v bounded to where e^v can differ: below -110 it is 0 in float32, above 130 infinite. NaN stays NaN. */
+INLINE floats bounded_exponent(floats v) {
+  EACH_PART {
+    v.p[i] = choose(v.p[i] < splat_part(-110.0f), splat_part(-110.0f), v.p[i]);
+    v.p[i] = choose(v.p[i] > splat_part(130.0f), splat_part(130.0f), v.p[i]);
+  }
+  return v;
+}
+/* a in the first `count` lanes, b in the others. */
+INLINE floats first_of(long count, floats a, floats b) {
+  const int most = count < 0 ? 0 : count > LANES ? LANES : (int)count;
+  EACH_PART a.p[i] = choose(number_part(i) < (int_part){0} + most, a.p[i], b.p[i]);
+  return a;
+}
+INLINE float sum_of(floats v) {
+  float_part part = v.p[0];
+  for (int i = 1; i < PARTS; i++) part += v.p[i];
+#ifdef WITH_NEON
+  return vaddvq_f32(part);
+#else
+  float sum = 0;
+  for (int lane = 0; lane < PART; lane++) sum += part[lane];
+  return sum;
+#endif
+}
+INLINE float largest_of(floats v) {
+#ifdef WITH_NEON
+  return vmaxnmvq_f32(vmaxnmq_f32(vmaxnmq_f32(v.p[0], v.p[1]), vmaxnmq_f32(v.p[2], v.p[3])));
+#else
+  float top = v.p[0][0];
+  for (int i = 0; i < PARTS; i++)
+    for (int lane = 0; lane < PART; lane++) top = top > v.p[i][lane] ? top : v.p[i][lane];
+  return top;
+#endif
+}
+INLINE int any_lane(floats v) { /* whether some bit is set */
+  bits_part both = (bits_part)v.p[0];
+  for (int i = 1; i < PARTS; i++) both |= (bits_part)v.p[i];
+  uint32_t any = 0;
+  for (int lane = 0; lane < PART; lane++) any |= both[lane];
+  return any != 0;
+}
+INLINE int any_not_below(long count, floats v, floats bound) {
+  floats wrong;
+  EACH_PART wrong.p[i] = (float_part) ~(v.p[i] < bound.p[i]);
+  return any_lane(first_of(count, wrong, splat(0)));
+}
+INLINE int any_not_zero(long count, floats v) {
+  floats wrong;
+  EACH_PART wrong.p[i] = (float_part) ~(v.p[i] == splat_part(0));
+  return any_lane(first_of(count, wrong, splat(0)));
+}
+
+INLINE floats load_float(const float *at) {
+  floats r;
+  EACH_PART r.p[i] = *(const float_part_at *)(at + PART * i);
+  return r;
+}
+INLINE floats load_first_float(const float *at, long count) {
+  if (count >= LANES) return load_float(at);
+  float all[LANES] = {0};
+  if (count > 0) memcpy(all, at, (size_t)count * sizeof *at);
+  return load_float(all);
+}
+INLINE void store_float(float *at, floats v) { EACH_PART *(float_part_at *)(at + PART * i) = v.p[i]; }
+INLINE void store_first_float(float *at, long count, floats v) {
+  if (count >= LANES) {
+    store_float(at, v);
+    return;
+  }
+  float all[LANES];
+  store_float(all, v);
+  if (count > 0) memcpy(at, all, (size_t)count * sizeof *at);
+}
+
+INLINE floats load_bfloat16(const bfloat16 *at) {
+  floats r;
+  EACH_PART {
+    const half_part half = *(const half_part_at *)(at + PART * i);
+    r.p[i] = (float_part)(__builtin_convertvector(half, bits_part) << 16);
+  }
+  return r;
+}
+INLINE floats load_first_bfloat16(const bfloat16 *at, long count) {
+  if (count >= LANES) return load_bfloat16(at);
+  bfloat16 all[LANES] = {0};
+  if (count > 0) memcpy(all, at, (size_t)count * sizeof *at);
+  return load_bfloat16(all);
+}
+INLINE bits_part narrowed_part(float_part v) { /* to the nearest, ties to even; NaN stays NaN */
+#ifdef WITH_BF16
+  return vmovl_u16(vreinterpret_u16_bf16(vcvt_bf16_f32(v)));
+#else
+  const bits_part bits = (bits_part)v, up = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return (bits_part)choose(v == v, (float_part)up, (float_part)((bits_part){0} + 0x7fc0));
+#endif
+}
+INLINE void store_bfloat16(bfloat16 *at, floats v) {
+  EACH_PART *(half_part_at *)(at + PART * i) = __builtin_convertvector(narrowed_part(v.p[i]), half_part);
+}
+INLINE void store_first_bfloat16(bfloat16 *at, long count, floats v) {
+  if (count >= LANES) {
+    store_bfloat16(at, v);
+    return;
+  }
+  bfloat16 all[LANES];
+  store_bfloat16(all, v);
+  if (count > 0) memcpy(at, all, (size_t)count * sizeof *at);
+}
+INLINE floats rounded_bfloat16(floats v) {
+  EACH_PART v.p[i] = (float_part)(narrowed_part(v.p[i]) << 16);
+  return v;
+}
+
+INLINE units load_units(const void *at) {
+  units r;
+  EACH_PART r.p[i] = *(const bits_part_at *)((const char *)at + 4 * PART * i);
+  return r;
+}
+INLINE units splat_unit(const void *at) {
+  units r;
+#ifdef WITH_AVX2
+  EACH_PART r.p[i] = (bits_part)_mm256_broadcast_ss(at); /* one instruction, where a number would be moved twice */
+#else
+  uint32_t unit;
+  memcpy(&unit, at, sizeof unit);
+  EACH_PART r.p[i] = (bits_part){0} + unit;
+#endif
+  return r;
+}
+INLINE floats add_product_float(floats sum, units w, units x) {
+  EACH_PART sum.p[i] = multiply_add_part((float_part)w.p[i], (float_part)x.p[i], sum.p[i]);
+  return sum;
+}
+INLINE floats add_product_bfloat16(floats sum, units w, units x) {
+#ifdef WITH_BF16
+  EACH_PART sum.p[i] = vbfdotq_f32(sum.p[i], vreinterpretq_bf16_u32(w.p[i]), vreinterpretq_bf16_u32(x.p[i]));
+#else
+  EACH_PART {
+    sum.p[i] = multiply_add_part((float_part)(w.p[i] << 16), (float_part)(x.p[i] << 16), sum.p[i]);
+    sum.p[i] = multiply_add_part((float_part)(w.p[i] & 0xffff0000u), (float_part)(x.p[i] & 0xffff0000u), sum.p[i]);
+  }
+#endif
+  return sum;
+}
+
+/* Whole numbers, as units. */
+INLINE units no_units(void) {
+  units r;
+  EACH_PART r.p[i] = (bits_part){0};
+  return r;
+}
+INLINE units add_units(units a, units b) {
+  EACH_PART a.p[i] += b.p[i];
+  return a;
+}
+INLINE units shifted_up(units v, int bits) {
+  EACH_PART v.p[i] <<= bits;
+  return v;
+}
+INLINE units to_units(floats v) { /* of whole numbers */
+  units r;
+  EACH_PART r.p[i] = (bits_part)__builtin_convertvector(v.p[i], int_part);
+  return r;
+}
+INLINE floats from_units(units v) {
+  floats r;
+  EACH_PART r.p[i] = __builtin_convertvector((int_part)v.p[i], float_part);
+  return r;
+}
+INLINE void store_units(void *at, units v) { EACH_PART *(bits_part_at *)((char *)at + 4 * PART * i) = v.p[i]; }
+#ifdef WITH_NEON
+INLINE void store_bytes(int8_t *at, floats v) {
+  int16x8_t half[2];
+  for (int i = 0; i < 2; i++)
+    half[i] = vcombine_s16(vmovn_s32(vcvtnq_s32_f32(v.p[2 * i])), vmovn_s32(vcvtnq_s32_f32(v.p[2 * i + 1])));
+  vst1q_s8(at, vcombine_s8(vmovn_s16(half[0]), vmovn_s16(half[1])));
+}
+INLINE floats load_signed_bytes(const int8_t *at) {
+  const int8x16_t all = vld1q_s8(at);
+  const int16x8_t half[2] = {vmovl_s8(vget_low_s8(all)), vmovl_high_s8(all)};
+  floats r;
+  EACH_PART r.p[i] = vcvtq_f32_s32(i % 2 ? vmovl_high_s16(half[i / 2]) : vmovl_s16(vget_low_s16(half[i / 2])));
+  return r;
+}
+INLINE floats load_bytes(const uint8_t *at) {
+  const uint8x16_t all = vld1q_u8(at);
+  const uint16x8_t half[2] = {vmovl_u8(vget_low_u8(all)), vmovl_high_u8(all)};
+  floats r;
+  EACH_PART r.p[i] = vcvtq_f32_u32(i % 2 ? vmovl_high_u16(half[i / 2]) : vmovl_u16(vget_low_u16(half[i / 2])));
+  return r;
+}
+#else
+INLINE void store_bytes(int8_t *at, floats v) {
+  const units made = to_units(v);
+  EACH_PART for (int lane = 0; lane < PART; lane++) at[PART * i + lane] = (int8_t)made.p[i][lane];
+}
+INLINE floats load_signed_bytes(const int8_t *at) {
+  floats r;
+  EACH_PART for (int lane = 0; lane < PART; lane++) r.p[i][lane] = at[PART * i + lane];
+  return r;
+}
+INLINE floats load_bytes(const uint8_t *at) {
+  floats r;
+  EACH_PART for (int lane = 0; lane < PART; lane++) r.p[i][lane] = at[PART * i + lane];
+  return r;
+}
+#endif
+/* Each byte's lower and upper half. */
+INLINE units lower_halves(units v) {
+  EACH_PART v.p[i] &= 0x0f0f0f0fu;
+  return v;
+}
+INLINE units upper_halves(units v) {
+#ifdef WITH_NEON
+  EACH_PART v.p[i] = (bits_part)vshrq_n_u8((uint8x16_t)v.p[i], 4);
+#else
+  EACH_PART v.p[i] = (v.p[i] >> 4) & 0x0f0f0f0fu;
+#endif
+  return v;
+}
+/* A quarter of each byte, 0 being the lowest. */
+INLINE units quarters(units v, const int number) {
+  EACH_PART v.p[i] = (v.p[i] >> (2 * number)) & 0x03030303u;
+  return v;
+}
+#ifdef WITH_NEON
+/* sum + the products of four signed bytes of w and four of x. */
+INLINE units add_signed_dot(units sum, units w, units x) {
+  EACH_PART {
+    const int8x16_t a = (int8x16_t)w.p[i], b = (int8x16_t)x.p[i];
+#ifdef __ARM_FEATURE_DOTPROD
+    sum.p[i] = (bits_part)vdotq_s32((int32x4_t)sum.p[i], a, b);
+#else
+    const int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(b)), high = vmull_high_s8(a, b);
+    sum.p[i] += (bits_part)vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
+#endif
+  }
+  return sum;
+}
+INLINE units splat_bytes(uint8_t byte) {
+  units r;
+  EACH_PART r.p[i] = (bits_part)vdupq_n_u8(byte);
+  return r;
+}
+#endif
+/* sum + the products of four bytes of w, from 0 to 15, and four signed bytes of x. */
+INLINE units add_dot(units sum, units w, units x) {
+#ifdef WITH_AVX2
+  EACH_PART {
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)w.p[i], (__m256i)x.p[i]);
+    sum.p[i] += (bits_part)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  }
+#elif defined(__ARM_FEATURE_DOTPROD) && defined(WITH_NEON)
+  sum = add_signed_dot(sum, w, x);
+#elif defined(WITH_NEON)
+  EACH_PART {
+    const int8x16_t a = (int8x16_t)w.p[i], b = (int8x16_t)x.p[i]; /* two products fit into 16 bits */
+    const int16x8_t pairs = vpaddq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b));
+    sum.p[i] = (bits_part)vpadalq_s16((int32x4_t)sum.p[i], pairs);
+  }
+#else
+  EACH_PART for (int byte = 0; byte < 4; byte++) {
+    const int_part number = (int_part)((w.p[i] >> (8 * byte)) & 255), other = (int_part)(x.p[i] << (24 - 8 * byte)) >> 24;
+    sum.p[i] += (bits_part)(number * other);
+  }
+#endif
+  return sum;
+}
+/* The same with any bytes of w. */
+INLINE units add_byte_dot(units sum, units w, units x) {
+#if defined(__ARM_FEATURE_MATMUL_INT8) && defined(WITH_NEON)
+  EACH_PART sum.p[i] = (bits_part)vusdotq_s32((int32x4_t)sum.p[i], (uint8x16_t)w.p[i], (int8x16_t)x.p[i]);
+  return sum;
+#elif defined(WITH_NEON) /* w - 128 is signed; 128 times the bytes of x is the same for all weights that they multiply */
+  EACH_PART w.p[i] ^= 0x80808080u;
+  return add_signed_dot(add_units(sum, shifted_up(add_signed_dot(no_units(), splat_bytes(64), x), 1)), w, x);
+#else
+  return add_units(add_dot(sum, lower_halves(w), x), shifted_up(add_dot(no_units(), upper_halves(w), x), 4));
+#endif
+}
+INLINE units or_units(units a, units b) {
+  EACH_PART a.p[i] |= b.p[i];
+  return a;
+}
+/* Bits of each byte that a mask chooses after a shift up, or down where that is negative; none may cross bytes. */
+INLINE units chosen_bits(units v, const int up, const uint8_t mask) {
+  EACH_PART v.p[i] = (up < 0 ? v.p[i] >> -up : v.p[i] << up) & (0x01010101u * mask);
+  return v;
+}
+/* Sixteen float16 numbers, none infinite. */
+INLINE floats load_half(const void *at) {
+  floats r;
+#if defined(WITH_AVX2) && defined(__F16C__)
+  EACH_PART r.p[i] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const char *)at + 2 * PART * i)));
+#elif defined(WITH_NEON)
+  EACH_PART r.p[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)at + PART * i)));
+#else
+  EACH_PART {
+    const bits_part half = __builtin_convertvector(*(const half_part_at *)((const char *)at + 2 * PART * i), bits_part);
+    const float_part size = (float_part)((half & 0x7fff) << 13) * splat_part(0x1p112f);
+    r.p[i] = (float_part)((bits_part)size | (half & 0x8000) << 16);
+  }
+#endif
+  return r;
+}
+/* Two bfloat16 numbers of each unit. */
+INLINE void spread_bfloat16(floats *into, const void *at) {
+  const units v = load_units(at);
+  EACH_PART into[0].p[i] = (float_part)(v.p[i] << 16);
+  EACH_PART into[1].p[i] = (float_part)(v.p[i] & 0xffff0000u);
+}
+
+/* Sixteen values of sixteen units, their rows and columns exchanged: four by four units at a time. */
+static inline void exchange(units *r) {
+#ifdef WITH_NEON
+  units t[LANES];
+  for (int i = 0; i < PARTS; i++)
+    for (int j = 0; j < PARTS; j++) {
+      const uint32x4_t a = r[4 * i].p[j], b = r[4 * i + 1].p[j], c = r[4 * i + 2].p[j], d = r[4 * i + 3].p[j];
+      const uint64x2_t ab = (uint64x2_t)vtrn1q_u32(a, b), ba = (uint64x2_t)vtrn2q_u32(a, b);
+      const uint64x2_t cd = (uint64x2_t)vtrn1q_u32(c, d), dc = (uint64x2_t)vtrn2q_u32(c, d);
+      t[4 * j].p[i] = (bits_part)vtrn1q_u64(ab, cd);
+      t[4 * j + 1].p[i] = (bits_part)vtrn1q_u64(ba, dc);
+      t[4 * j + 2].p[i] = (bits_part)vtrn2q_u64(ab, cd);
+      t[4 * j + 3].p[i] = (bits_part)vtrn2q_u64(ba, dc);
+    }
+  memcpy(r, t, sizeof t);
+#else
+  typedef uint32_t four __attribute__((vector_size(16)));
+  uint32_t from[LANES][LANES], to[LANES][LANES];
+  memcpy(from, r, sizeof from);
+  for (int i = 0; i < LANES; i += 4)
+    for (int j = 0; j < LANES; j += 4) {
+      four a, b, c, d;
+      memcpy(&a, &from[i][j], sizeof a);
+      memcpy(&b, &from[i + 1][j], sizeof b);
+      memcpy(&c, &from[i + 2][j], sizeof c);
+      memcpy(&d, &from[i + 3][j], sizeof d);
+      const four ab = {a[0], b[0], a[1], b[1]}, ba = {a[2], b[2], a[3], b[3]};
+      const four cd = {c[0], d[0], c[1], d[1]}, dc = {c[2], d[2], c[3], d[3]};
+      const four w = {ab[0], ab[1], cd[0], cd[1]}, x = {ab[2], ab[3], cd[2], cd[3]};
+      const four y = {ba[0], ba[1], dc[0], dc[1]}, z = {ba[2], ba[3], dc[2], dc[3]};
+      memcpy(&to[j][i], &w, sizeof w);
+      memcpy(&to[j + 1][i], &x, sizeof x);
+      memcpy(&to[j + 2][i], &y, sizeof y);
+      memcpy(&to[j + 3][i], &z, sizeof z);
+    }
+  memcpy(r, to, sizeof to);
+#endif
+}
+
+/* Two rows of 32 bfloat16 numbers, the two of one column side by side in a unit: the first sixteen columns, and the
+   others. */
+INLINE void pair_up(units *into, const bfloat16 *one, const bfloat16 *two) {
+#ifdef WITH_NEON
+  for (int i = 0; i < PARTS; i++) {
+    const uint16x8_t even = vld1q_u16(one + 2 * PART * i), odd = vld1q_u16(two + 2 * PART * i);
+    into[i / 2].p[i % 2 * 2] = (bits_part)vzip1q_u16(even, odd);
+    into[i / 2].p[i % 2 * 2 + 1] = (bits_part)vzip2q_u16(even, odd);
+  }
+#else
+  for (int half = 0; half < 2; half++)
+    EACH_PART {
+      const half_part low = *(const half_part_at *)(one + LANES * half + PART * i);
+      const half_part high = *(const half_part_at *)(two + LANES * half + PART * i);
+      into[half].p[i] = __builtin_convertvector(low, bits_part) | (__builtin_convertvector(high, bits_part) << 16);
+    }
+#endif
+}
