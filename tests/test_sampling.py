@@ -418,7 +418,7 @@ def test_bad_words_are_banned_bare_and_after_a_space():
     table = {"cat": [1, 2], " cat": [9], "dog": [4, 1], " dog": [4, 2], "\n": [], " \n": [8], "": [], " ": [6]}
     assert bad_word_ids(["cat", "dog", " cat"], table.__getitem__) == ((1, 2), (9,), (4, 1))
     assert bad_word_ids(["\n", " "], table.__getitem__) == ((8,), (6,))
-    with pytest.raises(ValueError, match="encodes to no token"):
+    with pytest.raises(ValueError, match="which encodes to none"):
         bad_word_ids(["x"], lambda _: [])
     with pytest.raises(ValueError, match="there is no tokenizer"):
         SamplingParams(bad_words=["x"]).bind(vocab_size=V)

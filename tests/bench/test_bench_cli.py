@@ -85,7 +85,7 @@ def test_without_matplotlib_there_is_a_report_and_a_note(tmp_path, monkeypatch):
         (("--profile", "instant"), "profile: expected one of quick, full, got 'instant'"),
         (("--questions", "0"), "0"),
         (("--repeats", "0"), "expected 1 repeat or more"),
-        (("--max-tokens", "0"), "max tokens is 0: legal is 1 or more"),
+        (("--max-tokens", "0"), "max tokens: expected 1 or more, got 0"),
     ],
 )
 def test_errors_are_one_line(tmp_path, args, words):

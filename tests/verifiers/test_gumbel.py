@@ -260,7 +260,7 @@ def table(seed, *, order=1, **options):
 
 def texts(drafter, stopper, prompts, params, *, max_batch=8, distance=1, rounds=None):
     """Tokens of every request, and the drafted and accepted tokens of all."""
-    small = TableModel(VOCAB, 1 if distance == 0 else 5, order=1, hidden=4)
+    small = TableModel(VOCAB, 1 if distance == 0 else 5, order=1, hidden=4, predicts=True)
     ends = STOPPERS[stopper].make() if stopper else FixedLength(3)
     made = DRAFTERS[drafter].make(DraftModel(small, vocab_size=VOCAB), ends)
     engine = Engine(
