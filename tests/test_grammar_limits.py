@@ -77,6 +77,7 @@ for spec in specs:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checked", ["checked", "unchecked"])
 def test_chains_of_references_end_no_process(checked):
     """On a stack of 8 MB each of these ended the process by a signal."""
@@ -154,6 +155,7 @@ def _refused(grammars, spec):
         grammars.constraint(spec)
 
 
+@pytest.mark.slow
 def test_memory_of_a_pattern_of_twenty_characters(grammars):
     """Each kept 170 MB, for good."""
     release_freed_memory()

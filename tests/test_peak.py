@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+from draftproof import peak
 from draftproof.peak import ReleaseTimes
 
 MIB = 1 << 20
@@ -27,3 +28,11 @@ def test_it_is_tried_less_often_where_it_brings_nothing():
     assert max(later - earlier for earlier, later in pairwise(tried)) <= ReleaseTimes.most + 1
     assert not looks.due(100 * MIB)
     assert looks.due(200 * MIB), "new growth is looked at soon"
+
+
+def test_a_containers_limit_counts(tmp_path):
+    (tmp_path / "memory.current").write_text("300\n")
+    for most, left in (("1000", 700), ("200", 0), ("max", None)):
+        (tmp_path / "memory.max").write_text(f"{most}\n")
+        assert peak._left_of_limit(tmp_path) == left
+    assert peak._left_of_limit(tmp_path / "none") is None

@@ -151,4 +151,16 @@ def available(device: torch.device) -> int | None:
     except OSError:
         return None
     found = next((line for line in lines if line.startswith("MemAvailable:")), None)
-    return None if found is None else 1024 * int(found.split()[1])
+    if found is None:
+        return None
+    free, left = 1024 * int(found.split()[1]), _left_of_limit(Path("/sys/fs/cgroup"))
+    return free if left is None else min(free, left)
+
+
+def _left_of_limit(group: Path) -> int | None:
+    """Bytes that a container's limit leaves to the processes of a control group; None where there is no limit."""
+    try:
+        most, used = (int((group / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # a group without a limit has the word max there
+        return None
+    return max(most - used, 0)

@@ -352,6 +352,7 @@ def test_a_disk_that_is_full_leaves_whole_files(engine, tmp_path, monkeypatch):
     assert_once(out, source.path)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_goes_on(tmp_path):
     source, out = write(tmp_path / "in.jsonl", some_rows(40)), tmp_path / "out"
     words = ["batch", "--in", source, "--out", out, "--target", "embedded:target", "--max-tokens", "24", "--seed", "1"]

@@ -239,6 +239,7 @@ def test_a_silent_engine_is_given_up(fake_python, monkeypatch):
     assert "no answer in 0.5 s" in stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_transformers_answers_in_a_process_of_its_own():
     found = engines.compare_engines(

@@ -642,6 +642,7 @@ def started():
     return process
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_quiet():
     process = started()
     process.stdout.close()

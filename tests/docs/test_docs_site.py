@@ -50,6 +50,7 @@ def site(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_pages_load_nothing_from_elsewhere(site):
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 50

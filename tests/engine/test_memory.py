@@ -425,6 +425,7 @@ def objects():
     return ours, sum(kinds.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [table_engine, engine], ids=["table", "embedded"])
 def test_objects_do_not_accumulate_over_160_requests(make):
     """One object a request would be 80; the first half fills what is kept for good."""

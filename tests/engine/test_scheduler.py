@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed, Session, common_prefix
-from draftproof.backends.cache import pages
+from draftproof.backends.cache import pages, prefix_cache
 from draftproof.backends.cache.passes import PREFILL_CHUNK
 from draftproof.backends.cache.prefix_cache import PrefixCache
 from draftproof.backends.hf.backend import HFBackend
@@ -314,6 +314,15 @@ def test_the_least_recently_used_session_goes_first():
     assert [kept.find(target, [*tokens, 1], ()) is not None for tokens in (texts[0], texts[2])] == [True, True]
     assert kept.find(target, [*texts[1], 1]) is None
     kept.clear()
+
+
+def test_kept_sessions_take_a_quarter_of_what_is_free_at_most(monkeypatch):
+    """A session of a large model must fit, or each turn of an agent would be read anew."""
+    gib = 1 << 30
+    for free, room in ((40 * gib, 10 * gib), (2 * gib, gib), (None, gib)):
+        monkeypatch.setattr(prefix_cache, "available", lambda _device, free=free: free)
+        assert made("hf").scheduler.kept.most_nbytes == room
+    assert made("hf", kv_memory="3GiB").scheduler.kept.most_nbytes == 3 * gib
 
 
 def test_a_session_that_was_forgotten_gives_its_slot_back():

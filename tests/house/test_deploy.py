@@ -55,12 +55,14 @@ def answers(command, **environment):
         assert all(json.loads(line) for line in log.splitlines() if line.startswith("{"))
 
 
+@pytest.mark.slow
 def test_the_containers_command_with_those_of_compose():
     made = dict(instructions())
     service = yaml.safe_load((FOLDER / "compose.yaml").read_text(encoding="utf-8"))["services"]["draftproof"]
     answers([*json.loads(made["ENTRYPOINT"]), *service["command"]], DRAFTPROOF_KEYS=KEY, DRAFTPROOF_TARGET="")
 
 
+@pytest.mark.slow
 def test_the_units_command(tmp_path):
     (tmp_path / "keys").write_text(f"{KEY}\n")
     command = unit()["ExecStart"].replace("${CREDENTIALS_DIRECTORY}", str(tmp_path))

@@ -1003,6 +1003,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.slow
 @needs_a_build
 @pytest.mark.builds
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -1207,6 +1208,7 @@ def test_a_matrix_unit_that_the_build_does_not_use_is_left_to_onednn(kept, fresh
     assert layout(torch.bfloat16) == "native"
 
 
+@pytest.mark.slow
 @needs_a_build
 @pytest.mark.builds
 def test_a_level_that_the_compiler_does_not_know_is_followed_by_the_next(fresh):

@@ -77,6 +77,7 @@ def require_agreement(names, dtype, monkeypatch):
         assert torch.allclose(logits(dtype), expected, rtol=0, atol=TOLERANCE[dtype]), name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not BETWEEN, reason="no level between runs here")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_levels_between_compute_what_the_best_does(dtype, monkeypatch):

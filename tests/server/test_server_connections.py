@@ -148,6 +148,7 @@ def test_a_deadline_ends_a_request_whose_round_is_stuck(engine):
         assert post(base, max_tokens=2).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_server_without_requests_is_not_stuck(engine):
     with running(engine, stuck_timeout=0.05) as (base, _):
         assert post(base, max_tokens=1).status_code == 200
@@ -258,6 +259,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("patch", "path", "body", "thread"),
     [
@@ -433,6 +435,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_system_with_few_descriptors_serves_on():
     command = [sys.executable, "-c", FEW, "serve", "--port", "0", "--target", "embedded:target"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -512,6 +515,7 @@ def test_a_key_may_have_a_limit_of_its_own(engine):
         until(lambda: not server.worker._sizes)
 
 
+@pytest.mark.slow
 def test_thousands_may_wait():
     """Submitting and cancelling cost as much for the last one as for the first one."""
     command = [sys.executable, "-m", "support.queue_work", "50", "800"]
@@ -562,6 +566,7 @@ def test_serving_is_said_when_it_listens():
         process.communicate(timeout=30)
 
 
+@pytest.mark.slow
 def test_a_log_that_nobody_reads_stops_nothing():
     process = serve("--json-logs", "--target", "embedded:target")
     try:

@@ -312,6 +312,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", ["ZeroDivisionError", "SystemExit"])
 def test_a_server_whose_engine_died_ends_with_an_error(error):
     """So that a supervisor starts it again."""

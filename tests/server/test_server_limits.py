@@ -13,8 +13,10 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from draftproof import Engine, SamplingParams, UserError
+from draftproof.cli import app
 from draftproof.errors import RequestError
 from draftproof.server import schemas
 from draftproof.server.api.completions import CompletionForm
@@ -177,6 +179,7 @@ def test_a_stream_that_nobody_reads_is_given_up():
     assert closed == ["http.response.start", "http.response.body"]
 
 
+@pytest.mark.slow
 def test_a_mixed_crowd_leaves_nothing_behind():
     """Answers, streams, clients that leave, errors and forms at once: every answer is right, and all is given back."""
     alone, engine = small_engine(), small_engine(max_batch=4)
@@ -483,6 +486,7 @@ def test_sigterm_lets_running_requests_end():
     assert request["request_id"]
 
 
+@pytest.mark.slow
 def test_sigterm_gives_up_requests_that_take_too_long():
     process = serve("--drain-timeout", "0", "--target", "embedded:target")
     base = address(process)
@@ -510,15 +514,10 @@ def test_ctrl_c_ends_it_with_the_usual_code():
     ("options", "cause"),
     [
         (["--target", "no/such-model"], "no/such-model"),
-        (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1"),
-        (["--port", "99999"], "port: expected 0 to 65535, got 99999"),
         (["--api-key-file", "/no/such/file"], "cannot read API keys"),
-        (["--max-waiting", "-1"], "max_waiting: expected 0 or more, got -1"),
-        (["--max-body", "0"], "max_body: expected 1 or more, got 0"),
-        (["--request-timeout", "-1"], "request_timeout: expected 0 or more, got -1"),
     ],
 )
-def test_a_start_that_fails_says_why_in_one_line(options, cause):
+def test_a_process_that_cannot_start_says_why_in_one_line(options, cause):
     process = serve(*options)
     made, log = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -527,6 +526,25 @@ def test_a_start_that_fails_says_why_in_one_line(options, cause):
     assert last.startswith("draftproof: error: ")
     assert cause in last
     assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1"),
+        (["--port", "99999"], "port: expected 0 to 65535, got 99999"),
+        (["--max-waiting", "-1"], "max_waiting: expected 0 or more, got -1"),
+        (["--max-body", "0"], "max_body: expected 1 or more, got 0"),
+        (["--request-timeout", "-1"], "request_timeout: expected 0 or more, got -1"),
+    ],
+)
+def test_a_start_that_fails_says_why_in_one_line(options, cause):
+    done = CliRunner().invoke(app, ["serve", "--target", "embedded:target", *options])
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("draftproof: error: ")
+    assert cause in line
 
 
 def test_a_port_that_is_taken_is_said_before_a_model_is_loaded():

@@ -16,6 +16,7 @@ def script(name, monkeypatch):
     return importlib.import_module(name)
 
 
+@pytest.mark.slow
 def test_a_hostile_client_among_ten_for_seconds(monkeypatch):
     """Without the times: other tests may run beside it."""
     hostile = script("soak_hostile", monkeypatch)

@@ -96,6 +96,7 @@ def test_an_output_layer_is_computed_again_where_it_matters():
     assert not torch.allclose(made(x), whole(x), atol=1e-2)
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_cuda(tmp_path):
     env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(

@@ -394,6 +394,7 @@ def test_triton_is_loaded_where_it_is_used(value, loaded):
     assert (done.stdout.strip(), done.stderr) == (loaded, "")
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_cuda(tmp_path):
     done = run([__file__], TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr

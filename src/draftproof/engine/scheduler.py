@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftproof.backends.base import Backend, Feed, common_prefix, unread
 from draftproof.backends.cache.passes import PREFILL_CHUNK
-from draftproof.backends.cache.prefix_cache import PrefixCache
+from draftproof.backends.cache.prefix_cache import PrefixCache, room_for_sessions
 from draftproof.drafters.base import DraftRequest, SessionDrafter
 from draftproof.engine.chunked_prefill import ChunkSize
 from draftproof.engine.memory import MemoryBudget, MemoryUse
@@ -143,8 +143,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.portions = ChunkSize()
         self.kept = PrefixCache() if prefix_reuse else PrefixCache(0)
-        if kv_memory is not None:
-            self.kept.most_nbytes = kv_memory
+        self.kept.most_nbytes = room_for_sessions(target.device) if kv_memory is None else kv_memory
         drafter.reuse(self.kept)
         self.budget = MemoryBudget(kv_memory, lambda: [target, *drafter.backends], spare)
         self._target = target

@@ -54,6 +54,7 @@ def test_acceptance_is_that_of_the_loss(tmp_path, script, make, more, read):
         assert max(each["accepted"]) < 0.99  # random heads
 
 
+@pytest.mark.slow
 def test_the_page_compares_heads(tmp_path, script, monkeypatch):
     """Two small heads: all places, runs in turns beside plain decoding, and greedy outputs that are equal."""
     heads, texts = {}, write_texts(tmp_path)

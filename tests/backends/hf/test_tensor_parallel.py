@@ -124,6 +124,7 @@ def test_numbers_below_one_are_refused():
 # --- benchmarks -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_benchmark_of_a_divided_target_measures_the_same_texts(tmp_path):
     words = ["--draft", "embedded:draft", "--dtype", "float32", "--drafter", "model", "--temperature", "0"]
     words += ["--questions", "1", "--max-tokens", "12", "--repeats", "1", "--no-plots", "--quiet"]
@@ -170,6 +171,7 @@ def rank_of(process):
     return next((int(word[5:]) for word in words if word.startswith(b"RANK=")), None)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_others_with_a_message():
     words = ["generate", "Once upon a time", "--target", target_dir(), "--drafter", "ngram:4", "--max-tokens", "1900"]
     command = [sys.executable, "-m", "draftproof", *words, "--ignore-eos", "--tensor-parallel", "2"]

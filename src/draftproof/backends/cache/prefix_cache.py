@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from draftproof.backends.base import Backend, Session, common_prefix, unread
+from draftproof.peak import available
 
 SHORTEST = 32  # a shorter beginning is read as fast as it is copied
 LOST = 64  # a session is handed over instead of copied where at most so many of its tokens are lost
@@ -24,6 +27,14 @@ class _Kept:
     backend: Backend
     session: Session
     nbytes: int  # of the session, which does not change while it is kept
+
+
+def room_for_sessions(device: torch.device) -> int:
+    """Bytes that kept sessions may take where nobody says it: a quarter of what is free, and MOST_NBYTES at least.
+
+    An agent's session of 30,000 tokens takes more than a gigabyte with a model of 7 B.
+    """
+    return max(MOST_NBYTES, (available(device) or 0) // 4)
 
 
 class PrefixCache:
