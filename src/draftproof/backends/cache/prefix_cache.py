@@ -30,11 +30,13 @@ class _Kept:
 
 
 def room_for_sessions(device: torch.device) -> int:
-    """Bytes that kept sessions may take where nobody says it: a quarter of what is free, and MOST_NBYTES at least.
+    """Bytes that kept sessions may take where nobody says it: on a CPU a quarter of what is free, MOST_NBYTES at least.
 
-    An agent's session of 30,000 tokens takes more than a gigabyte with a model of 7 B.
+    An agent's session of 30,000 tokens takes more than a gigabyte with a model of 7 B. On an accelerator it is
+    MOST_NBYTES, since passes need what is free there.
     """
-    return max(MOST_NBYTES, (available(device) or 0) // 4)
+    free = available(device) if device.type == "cpu" else None
+    return max(MOST_NBYTES, (free or 0) // 4)
 
 
 class PrefixCache:
