@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.published.assistant import AssistantBackend
-from draftproof.backends.heads.published.dflash import DFlashBackend
-from draftproof.backends.heads.published.dflash2 import dflash2_backend
-from draftproof.backends.heads.published.dspark import dspark_backend
+from draftproof.backends.heads.published.dflash import DFlashBackend, DFlashNet
+from draftproof.backends.heads.published.dflash2 import DFlash2Net
+from draftproof.backends.heads.published.dspark import DSparkNet
 from draftproof.backends.heads.published.eagle import eagle_backend
 from draftproof.backends.heads.published.eagle3 import eagle3_backend
 from draftproof.backends.heads.published.medusa import MedusaBackend
@@ -60,6 +60,11 @@ def _part(name: str, about: str, load: Callable[[str, SlotBackend], Following]) 
     )
 
 
+def _block(kind: type[DFlashNet]) -> Callable[[str, SlotBackend], Following]:
+    """Loads a head of DFlash's kin."""
+    return lambda source, target: DFlashBackend(source, target, kind)
+
+
 def _mtp(parts: DrafterContext, argument: str) -> Drafter:
     """The target's own prediction layers, or those of a head."""
     where, chains = ("", own_chain_count(argument)) if _is_own(argument) else source(argument)
@@ -81,9 +86,13 @@ PUBLISHED = (
     _part("peagle", "one chain from a published P-EAGLE head, all tokens in one pass", PEagleBackend),
     _part("dflash", "one chain from a published DFlash head, all tokens in one pass", DFlashBackend),
     _part(
-        "dspark", "one chain from a published DSpark head, in one pass and a small correction a token", dspark_backend
+        "dspark",
+        "one chain from a published DSpark head, in one pass and a small correction a token",
+        _block(DSparkNet),
     ),
-    _part("dflash2", "one chain from a published DFlash 2 head, in one pass and a selection a token", dflash2_backend),
+    _part(
+        "dflash2", "one chain from a published DFlash 2 head, in one pass and a selection a token", _block(DFlash2Net)
+    ),
     _part("assistant", "one chain from a Gemma 4 assistant, over the target's keys and values", AssistantBackend),
     DrafterPart(
         name="mtp",

@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
-from draftproof.backends.heads.published.dflash2 import dflash2_backend
-from draftproof.backends.heads.published.dspark import dspark_backend
+from draftproof.backends.heads.published.dflash import DFlashBackend
+from draftproof.backends.heads.published.dflash2 import DFlash2Net
+from draftproof.backends.heads.published.dspark import DSparkNet
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.engine.options import EngineOptions
@@ -21,14 +22,14 @@ from support import published
 from support.helpers import assert_output_distribution, embedded_model, tiny_llama
 from support.published import DATA, IDS, STEPS, WRITERS, changed, reference, tiny_target
 
-BACKENDS = {"dspark": dspark_backend, "dflash2": dflash2_backend}
+NETS = {"dspark": DSparkNet, "dflash2": DFlash2Net}
 DSPARK = ["dspark_vanilla", "dspark_gated", "dspark_rnn"]
 DFLASH2 = ["dflash2_windows", "dflash2_anchor"]
 
 
 def read_head(folder, target):
     config = json.loads((folder / "config.json").read_text())
-    return BACKENDS[config["speculators_model_type"]](str(folder), target)
+    return DFlashBackend(str(folder), target, NETS[config["speculators_model_type"]])
 
 
 def drafted_outputs(target, head, anchor):
@@ -123,7 +124,7 @@ def test_a_tree_gives_the_rows_of_its_paths(name):
             assert torch.allclose(row, found, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", NETS)
 def test_both_layouts_are_one_head(tmp_path, name):
     """The authors' layouts count layers from the one after the embedding."""
     target = tiny_target()
@@ -150,7 +151,7 @@ def test_tokens_in_another_order_are_the_same_head(tmp_path):
         tensors[key] = tensors[key][order].contiguous()
     tensors["d2t"] = torch.tensor(ids)[order] - torch.arange(4)
     other = published.write(tmp_path / "b", json.loads((folder / "config.json").read_text()), tensors)
-    one, two = (drafted_outputs(target, dspark_backend(str(each), target), 7) for each in (folder, other))
+    one, two = (drafted_outputs(target, DFlashBackend(str(each), target, DSparkNet), 7) for each in (folder, other))
     assert all(torch.equal(row.logits, same.logits) for row, same in zip(one, two, strict=True))
 
 
@@ -227,7 +228,7 @@ def test_a_draft_that_ends_before_a_token_because_of_that_token_is_detected(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", NETS)
 def test_second_tokens_are_exact_and_a_false_row_of_theirs_is_detected(tmp_path, name):
     """By enumeration, where the row of the second drafted token depends on the first; and its negative control."""
     target = tiny_llama()
@@ -333,7 +334,7 @@ def test_fields_of_the_authors_that_change_rows_are_refused(tmp_path):
     ):
         (folder / "config.json").write_text(json.dumps(config | more))
         with pytest.raises(UserError, match=words):
-            dspark_backend(str(folder), target)
+            DFlashBackend(str(folder), target, DSparkNet)
 
 
 def test_a_part_of_the_vocabulary_is_refused_for_dflash2(tmp_path):
@@ -344,4 +345,4 @@ def test_a_part_of_the_vocabulary_is_refused_for_dflash2(tmp_path):
     (folder / "config.json").write_text(json.dumps({**config, "draft_vocab_size": 2}))
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(UserError, match="drafts a part of the vocabulary: dflash2 needs all of it"):
-        dflash2_backend(str(folder), target)
+        DFlashBackend(str(folder), target, DFlash2Net)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.heads.published.dflash import Before, DFlashBackend, DFlashNet, last_tokens
+from draftproof.backends.heads.published.dflash import Before, DFlashNet, last_tokens
 from draftproof.backends.heads.published.files import HeadFiles, cast
 from draftproof.backends.heads.published.layers import make_product
 from draftproof.backends.heads.published.parallel import Rows
@@ -128,16 +128,3 @@ class _Convolution:
         for tap in range(1, self._taps):
             made[:, tap:] += weights[:, tap:, tap] * places[:, :-tap]
         return made.view(x.shape)
-
-
-def dflash2_backend(source: str, target: SlotBackend) -> DFlashBackend:
-    """A DFlash 2 head over the target it was made for.
-
-    Args:
-        source: directory or hub id of the head.
-        target: the target's backend.
-
-    Raises:
-        UserError: as `DFlashBackend`.
-    """
-    return DFlashBackend(source, target, DFlash2Net)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.heads.published.dflash import Before, DFlashBackend, DFlashNet, last_tokens
+from draftproof.backends.heads.published.dflash import Before, DFlashNet, last_tokens
 from draftproof.backends.heads.published.files import HeadFiles, cast
 from draftproof.backends.heads.published.layers import make_product
 from draftproof.backends.heads.published.parallel import Rows
@@ -167,16 +167,3 @@ class MarkovHead:
             gate = gate.sigmoid()
             state = gate * state + (1 - gate) * new.tanh()
         return out.tanh()
-
-
-def dspark_backend(source: str, target: SlotBackend) -> DFlashBackend:
-    """A DSpark head over the target it was made for.
-
-    Args:
-        source: directory or hub id of the head.
-        target: the target's backend.
-
-    Raises:
-        UserError: as `DFlashBackend`.
-    """
-    return DFlashBackend(source, target, DSparkNet)
