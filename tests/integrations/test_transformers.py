@@ -54,9 +54,7 @@ def small(seed=9):
 
 def batch():
     """Three prompts of different lengths, padded on the left."""
-    with torch.random.fork_rng():
-        torch.manual_seed(4)
-        ids = torch.randint(6, VOCAB, (3, 9))
+    ids = torch.randint(6, VOCAB, (3, 9), generator=torch.Generator().manual_seed(4))  # threads share the global one
     mask = torch.ones_like(ids)
     mask[0, :5], mask[2, :1] = 0, 0
     return {"input_ids": ids * mask, "attention_mask": mask}

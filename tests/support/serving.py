@@ -48,12 +48,17 @@ def running(engine, *, keys=(), hidden=(), extend=None, **settings):
         assert not server.worker._rows
 
 
-def until(condition, seconds=10):
+def until(condition, seconds=30):
     """Wait until something is true."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.005)
+
+
+def waits(server):
+    """Whether the engine's thread has prepared its drafts, and waits for a request."""
+    return server.worker._prepared and server.worker._since is None
 
 
 def post(base, path="/v1/completions", **body):
