@@ -25,8 +25,8 @@ from draftproof.backends.cache.sessions import SlotSession
 from draftproof.backends.cache.slot_cache import CacheView, SlotCache
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.probe import Probe
-from draftproof.backends.recurrent import few_tokens
 from draftproof.backends.recurrent.mixers import STATES_ONLY, cache_name, continuation, in_pieces, mixers_of
+from draftproof.backends.recurrent.recurrences import follow_passes, in_pass
 from draftproof.backends.recurrent.states import Group, State, StateView
 from draftproof.errors import UserError
 from draftproof.tree import TokenTree
@@ -149,7 +149,7 @@ class SnapshotBackend(HFBackend):
                 f"{name or type(model).__name__} keeps no recurrent state in transformers' own cache, which is what "
                 "backend snapshot is for: use backend auto"
             )
-        few_tokens.follow_passes(self._mixers)
+        follow_passes(self._mixers)
         self._goes_on = continuation(model, self._mixers)
         self._state_nbytes = 0
         super().__init__(model, name=name, check=check)
@@ -208,7 +208,8 @@ class SnapshotBackend(HFBackend):
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         groups = self._groups(layout.feeds)
         view = StateView(self._cache, layout.plan, groups)
-        with few_tokens.in_pass(), in_pieces(self._mixers, view, len(layout.feeds), layout.width):
+        divisible = self._goes_on.divisible
+        with in_pass(view), in_pieces(self._mixers, view, len(layout.feeds), layout.width, divisible):
             made = self._call(layout, view, hidden=hidden)
         for group in groups:
             for row, place in enumerate(group.rows):

@@ -1,17 +1,18 @@
 """The modules of a model that keep recurrent states: which they are, and how they read a pass in pieces.
 
 Such a module (a mixer) reads the tokens of a pass one after another, and has a state only at their end. If drafts are
-refused, the state before them is needed. So a mixer reads a pass in two pieces: up to the root, then the drafts. All
-other modules read the pass as a whole. Rows that read different numbers of tokens have pieces of their own, so that no
-mixer ever reads padding.
+refused, the state before them is needed. A mixer whose recurrence can be divided (`recurrences`) reads the pass once
+and keeps that state on its way. Any other reads it in two pieces: up to the root, then the drafts. All other modules
+read the pass as a whole. Rows that read different numbers of tokens have pieces of their own, so that no mixer ever
+reads padding.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -21,11 +22,12 @@ from torch import Tensor, nn
 
 from draftproof.backends.cache.slot_cache import SlotCache, WritePlan
 from draftproof.backends.model_info import input_device
+from draftproof.backends.recurrent.recurrences import in_pass
 from draftproof.backends.recurrent.states import Group, Key, StateView
 
 STATES_ONLY = "cache_params"  # the name of the cache in models without attention
 _CACHE_NAMES = ("past_key_values", STATES_ONLY)
-_SHORT = 9  # tokens that mixers read when they are compared
+_SHORT, _ROOT = 9, 3  # tokens that mixers read when they are compared, and where they are divided
 _SAME = 1e-4  # relative difference in float32 that rounding explains
 
 
@@ -78,11 +80,18 @@ class _Watching(StateView):
         width: tokens that are read.
         report: called each time.
         cuts: the pieces in which mixers read; by default one.
+        mark: see `Group`.
     """
 
-    def __init__(self, width: int, report: Callable[[], None] = lambda: None, cuts: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        width: int,
+        report: Callable[[], None] = lambda: None,
+        cuts: Sequence[int] = (),
+        mark: int | None = None,
+    ) -> None:
         cache = SlotCache()
-        group = Group(rows=[0], cuts=tuple(cuts) or (width,), mark=None, before=[None])
+        group = Group(rows=[0], cuts=tuple(cuts) or (width,), mark=mark, before=[None])
         super().__init__(cache, WritePlan((cache.acquire(),), (0,), (width,)), [group])
         cache.reserve(width)
         self.width = width
@@ -104,10 +113,12 @@ class Continuation:
     Attributes:
         several: whether several tokens after a state are read as in one pass over everything.
         single: whether single tokens are.
+        divisible: the types of mixers that keep the right state at the root while they read on.
     """
 
     several: bool
     single: bool
+    divisible: frozenset[type]
 
     @property
     def stepwise(self) -> bool:
@@ -127,14 +138,21 @@ def continuation(model: Any, mixers: Sequence[nn.Module]) -> Continuation:
     hide behind rounding.
     """
     several = single = True
-    for mixer, (args, options) in _inputs(model, mixers):
+    divisible = {type(each) for each in mixers}
+    for mixer, inputs in _inputs(model, mixers):
         twin = copy.deepcopy(mixer).float() if next(mixer.parameters()).dtype.itemsize < 4 else mixer
-        whole, pieces, steps = (
-            _output(twin.forward, cuts, args, options) for cuts in ((_SHORT,), (3, _SHORT), range(3, _SHORT + 1))
+        (whole, _), (pieces, kept), (steps, _) = (
+            _outputs(twin.forward, cuts, inputs) for cuts in ((_SHORT,), (_ROOT, _SHORT), range(_ROOT, _SHORT + 1))
         )
         several &= _far(pieces, whole) < _SAME
         single &= _far(steps, whole) < _SAME
-    return Continuation(several, single)
+        divided, marked = _outputs(twin.forward, (_ROOT, _SHORT), inputs, divisible=True)
+        alike = marked.keys() == kept.keys() and (
+            _far([*divided, *marked.values()], [*pieces, *(kept[key] for key in marked)]) < _SAME
+        )
+        if not alike:
+            divisible.discard(type(mixer))
+    return Continuation(several, single, frozenset(divisible if several and single else ()))
 
 
 def _inputs(model: Any, mixers: Sequence[nn.Module]) -> list[tuple[nn.Module, tuple[Any, Any]]]:
@@ -156,17 +174,20 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def _output(forward: Callable[..., Any], cuts: Sequence[int], args: Any, options: Any) -> list[Tensor]:
-    """The tensors that a mixer returns when it reads in pieces."""
-    view, found = _Watching(_SHORT, cuts=cuts), list[Tensor]()
+def _outputs(
+    forward: Callable[..., Any], cuts: Sequence[int], inputs: Any, *, divisible: bool = False
+) -> tuple[list[Tensor], Mapping[Key, Tensor]]:
+    """The tensors that a mixer returns when it reads in pieces, and its states after the first one."""
+    view, found = _Watching(_SHORT, cuts=cuts, mark=_ROOT if len(cuts) == 2 else None), list[Tensor]()
 
     def collect(tensor: Tensor) -> Tensor:
         found.append(tensor)
         return tensor
 
-    args, options = _each_tensor((args, options), torch.clone, view)
-    _each_tensor(_Divided(forward, view, 1, _SHORT)(*args, **options), collect)
-    return found
+    args, options = _each_tensor(inputs, torch.clone, view)
+    with in_pass(view) if divisible else nullcontext():
+        _each_tensor(_Divided(forward, view, 1, _SHORT, divisible=divisible)(*args, **options), collect)
+    return found, view.groups[0].marked
 
 
 def _far(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -189,7 +210,9 @@ def _each_tensor(value: Any, change: Callable[[Tensor], Tensor], view: StateView
 
 
 @contextmanager
-def in_pieces(mixers: Sequence[nn.Module], view: StateView, rows: int, width: int) -> Iterator[None]:
+def in_pieces(
+    mixers: Sequence[nn.Module], view: StateView, rows: int, width: int, divisible: Collection[type] = ()
+) -> Iterator[None]:
     """While this is open, mixers read a pass group by group and piece by piece; the view keeps the states.
 
     The caller holds the lock of the model's cache: the modules are changed meanwhile.
@@ -199,25 +222,27 @@ def in_pieces(mixers: Sequence[nn.Module], view: StateView, rows: int, width: in
         view: the cache of the pass.
         rows: of the padded pass.
         width: of the padded pass.
+        divisible: the types of mixers that read all pieces of a group at once.
     """
     if len(view.groups) == 1 and view.groups[0].cuts == (width,):
         yield
         return
     with ExitStack() as stack:
         for module in mixers:
-            divided = _Divided(module.forward, view, rows, width)
+            divided = _Divided(module.forward, view, rows, width, divisible=type(module) in divisible)
             stack.enter_context(mock.patch.object(module, "forward", divided))
         yield
 
 
 class _Divided:
-    """A mixer's forward pass that reads in pieces."""
+    """A mixer's forward pass that reads in pieces, or at once where its recurrence is divided."""
 
-    def __init__(self, forward: Callable[..., Any], view: StateView, rows: int, width: int) -> None:
+    def __init__(self, forward: Callable[..., Any], view: StateView, rows: int, width: int, *, divisible: bool) -> None:
         self._forward = forward
         self._view = view
         self._rows = rows
         self._width = width
+        self._divisible = divisible
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         made = [(group, self._read(group, args, options)) for group in self._view.groups]
@@ -227,14 +252,15 @@ class _Divided:
 
     def _read(self, group: Group, args: Any, options: Any) -> Any:
         parts, start = [], 0
-        for stop in group.cuts:
-            self._view.begin(group, stop - start)
+        cuts = group.cuts[-1:] if self._divisible else group.cuts
+        for stop in cuts:
+            self._view.begin(group, stop - start, group.mark if self._divisible else None)
             mine = [_cut(each, group.rows, self._rows, self._width, start, stop) for each in (args, options)]
             parts.append(self._forward(*mine[0], **mine[1]))
             if stop == group.mark:
                 self._view.mark()
             start = stop
-        widths = [stop - start for start, stop in zip((0, *group.cuts), group.cuts, strict=False)]
+        widths = [stop - start for start, stop in zip((0, *cuts), cuts, strict=False)]
         return parts[0] if len(parts) == 1 else _joined(parts, widths)
 
 

@@ -89,6 +89,10 @@ class StateView(CacheView):
     Args:
         cache, plan: of the attention layers.
         groups: of the rows.
+
+    Attributes:
+        divide: after how many tokens of a group states are kept too, while a layer reads on; None for nowhere.
+        state_at_root: what a recurrence has found there, until its layer gives the state at the end.
     """
 
     def __init__(self, cache: SlotCache, plan: WritePlan, groups: Sequence[Group]) -> None:
@@ -97,12 +101,21 @@ class StateView(CacheView):
         self._group = groups[0]
         self._width = groups[0].cuts[-1]
         self._touched = set[Key]()
+        self.divide: int | None = None
+        self.state_at_root: Tensor | None = None
 
-    def begin(self, group: Group, width: int) -> None:
-        """From now on, layers read this many tokens of each row of a group."""
+    def begin(self, group: Group, width: int, divide: int | None = None) -> None:
+        """From now on, layers read this many tokens of each row of a group.
+
+        Args:
+            group: of the rows.
+            width: tokens of each.
+            divide: after how many of them states are kept while a layer reads on; None for nowhere.
+        """
         self._group = group
         self._width = width
         self._touched.clear()
+        self.divide = divide
 
     def mark(self) -> None:
         """Keep the states that were used since `begin`."""
@@ -154,13 +167,21 @@ class StateView(CacheView):
         else:
             every = torch.cat([known, conv_states], dim=-1)
         self._put(key, every[..., -size:].clone())
+        if self.divide is not None:
+            root = every[..., : every.shape[-1] - conv_states.shape[-1] + self.divide]
+            root = torch.nn.functional.pad(root, (max(size - root.shape[-1], 0), 0))
+            self._group.marked[key] = root[..., -size:].clone()
         return every
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
     ) -> Tensor:
         """Take a layer's new recurrent state, and return it."""
-        self._put(Key("recurrent", layer_idx, state_idx), recurrent_states)
+        key = Key("recurrent", layer_idx, state_idx)
+        self._put(key, recurrent_states)
+        if self.divide is not None and self.state_at_root is not None:
+            self._group.marked[key] = self.state_at_root
+            self.state_at_root = None
         return recurrent_states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:

@@ -1,0 +1,108 @@
+"""The recurrences inside layers: divided at the root of a pass, and in the form that is fastest for few tokens.
+
+Transformers' layers with linear attention (Qwen3-Next, Qwen3.5, OLMo hybrid, Kimi Linear, ...) and state spaces
+(Mamba 2, Bamba, Falcon-H1, Granite hybrids, ...) call one function for the tokens of a pass after their projections. It
+takes a state and returns the one at the end. Here such a function is called twice where the state at the root is
+wanted, so the layer around it still reads the pass, and its weights, once. Transformers' form for several tokens is
+made for prompts: it pads them to a chunk, and the pieces of our passes are far shorter. On a CPU few tokens take
+another form of the same function.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftproof.backends.recurrent.states import StateView
+
+FEW = 16  # tokens; with heads of 128 both forms take as long at 20 to 24, and chunks are faster from there
+_CHUNKED, _RECURRENT = "chunk_", "recurrent_"  # in the names of the delta rule's two forms
+_SCAN = "mamba2_chunk_scan"
+_STATES = ("initial_state", "initial_states")
+_PASS: ContextVar[StateView | None] = ContextVar("_PASS", default=None)
+
+
+def follow_passes(mixers: Sequence[nn.Module]) -> None:
+    """Let the recurrences of layers follow our passes (`in_pass`).
+
+    They are replaced for good among the names that the layer's forward pass looks up, and outside of our passes they do
+    what they did.
+
+    Args:
+        mixers: see `mixers.mixers_of`.
+    """
+    for each in mixers:
+        names = inspect.unwrap(type(each).forward).__globals__
+        for name, found in list(names.items()):
+            if isinstance(found, Recurrence):
+                continue
+            if name == _SCAN:
+                names[name] = Recurrence(found, _one_chunk(found))
+            elif _CHUNKED in name and callable(few := names.get(name.replace(_CHUNKED, _RECURRENT))):
+                names[name] = Recurrence(found, few)
+
+
+def _one_chunk(scan: Callable[..., Any]) -> Callable[..., Any]:
+    """Mamba 2's scan for few tokens: a chunk of their own number, in place of one that is padded."""
+
+    def few(hidden: Tensor, *args: Any, **options: Any) -> Any:
+        return scan(hidden, *args, **{**options, "chunk_size": hidden.shape[1]})
+
+    return few
+
+
+@contextmanager
+def in_pass(view: StateView) -> Iterator[None]:
+    """While this is open, recurrences of this thread follow a pass: where it is divided, and how few tokens it has."""
+    token = _PASS.set(view)
+    try:
+        yield
+    finally:
+        _PASS.reset(token)
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A recurrence of transformers that can be divided.
+
+    Attributes:
+        many: the form of several tokens; takes inputs of [rows, tokens, ...] and a state, returns outputs and a state.
+        few: another form of the same function.
+    """
+
+    many: Callable[..., Any]
+    few: Callable[..., Any]
+
+    def __call__(self, first: Tensor, *args: Any, **options: Any) -> Any:
+        """The outputs and the state at the end; see `many`."""
+        view = _PASS.get()
+        if view is None:
+            return self.many(first, *args, **options)
+        if view.divide is None:
+            return self._read(first, *args, **options)
+        size, (name,) = first.shape[1], [name for name in _STATES if name in options]
+
+        def part(given: Any, start: int, stop: int) -> Any:
+            tokens = isinstance(given, Tensor) and given.dim() > 1 and given.shape[1] == size
+            return given[:, start:stop] if tokens else given
+
+        state, outputs = options.pop(name), list[Tensor]()
+        for start, stop in ((0, view.divide), (view.divide, size)):
+            mine = [part(each, start, stop) for each in (first, *args)]
+            named = {key: part(each, start, stop) for key, each in options.items()}
+            output, state = self._read(*mine, **named, **{name: state})
+            outputs.append(output)
+            if start == 0:
+                view.state_at_root = state
+        return torch.cat(outputs, dim=1), state
+
+    def _read(self, first: Tensor, *args: Any, **options: Any) -> Any:
+        few = first.shape[1] <= FEW and first.device.type == "cpu"
+        return (self.few if few else self.many)(first, *args, **options)

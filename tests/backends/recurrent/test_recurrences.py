@@ -1,0 +1,206 @@
+"""Recurrences inside layers: divided at the root while the layer reads on, and in another form for few tokens."""
+
+import functools
+import inspect
+
+import pytest
+import torch
+
+from draftproof import UserError
+from draftproof.backends.base import Feed
+from draftproof.backends.hf.snapshots import SnapshotBackend
+from draftproof.backends.recurrent import recurrences
+from draftproof.backends.recurrent.mixers import continuation, mixers_of
+from draftproof.backends.recurrent.recurrences import FEW, Recurrence
+from draftproof.tree import TokenTree
+from support.architectures.tiny import VOCAB
+from support.recurrent_models import backend, model
+
+DELTA_RULE = ("qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid")
+DIVISIBLE = (*DELTA_RULE, "lfm2", "falcon_h1", "bamba", "mamba2", "granitemoehybrid")
+LONG = FEW + 1
+
+
+@pytest.fixture(params=DELTA_RULE)
+def name(request):
+    return request.param
+
+
+def replaced(name):
+    """The functions that stand for both forms of a rule, by their names, and the names among which they are found."""
+    names = inspect.unwrap(type(mixers_of(model(name))[0]).forward).__globals__
+    return names, {key: made for key, made in names.items() if isinstance(made, Recurrence)}
+
+
+def with_forms(name, monkeypatch, change):
+    """Put others in place of both forms of the rule."""
+    names, found = replaced(name)
+    ((key, made),) = found.items()
+    monkeypatch.setitem(names, key, Recurrence(*change(made.many, made.few)))
+
+
+@pytest.fixture
+def calls(name, monkeypatch):
+    """The form, the number of rows and of tokens of each call of the layers, and whether it goes on from a state."""
+    backend(name)  # loaded, and checked, before
+    found = []
+
+    def recorded(form, run):
+        def rule(query, *args, **options):
+            found.append((form, *query.shape[:2], options["initial_state"] is not None))
+            return run(query, *args, **options)
+
+        return rule
+
+    with_forms(name, monkeypatch, lambda chunked, other: (recorded("chunked", chunked), recorded("recurrent", other)))
+    return found
+
+
+def tokens(count, seed):
+    return torch.randint(4, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def passes(name):
+    """Logits and hidden states of two rows after a long prompt and of a row that begins, in the same pass."""
+    target = backend(name)
+    first, second, fresh = (target.open() for _ in range(3))
+    made = target.forward([Feed(first, tokens(LONG, 1)), Feed(second, tokens(LONG, 2))], hidden=True)
+    drafts = [TokenTree.chain(torch.tensor(tokens(4, seed))) for seed in range(3)]
+    made += target.forward(
+        [
+            Feed(first, tokens(2, 3), drafts[0]),
+            Feed(second, tokens(2, 4), drafts[1]),
+            Feed(fresh, tokens(FEW, 5), drafts[2]),
+        ],
+        hidden=True,
+    )
+    assert first.keep(LONG + 2, range(4)) == LONG + 6
+    made += target.forward([Feed(first, tokens(LONG, 6))], hidden=True)
+    for each in (first, second, fresh):
+        each.close()
+    return made
+
+
+def test_short_pieces_are_recurrent_and_long_ones_in_chunks(name, calls):
+    passes(name)
+    assert set(calls) == {
+        ("chunked", 2, LONG, False),
+        ("recurrent", 2, 2, True),
+        ("recurrent", 2, 4, True),
+        ("recurrent", 1, FEW, False),
+        ("recurrent", 1, 4, True),
+        ("chunked", 1, LONG, True),
+    }
+
+
+def test_the_numbers_are_those_of_the_form_in_chunks(name, calls, monkeypatch):
+    short = passes(name)
+    calls.clear()
+    monkeypatch.setattr(recurrences, "FEW", 0)
+    chunked = passes(name)
+    assert {form for form, *_ in calls} == {"chunked"}
+    for one, other in zip(short, chunked, strict=True):
+        torch.testing.assert_close(one.logits, other.logits, rtol=1e-4, atol=5e-5)
+        torch.testing.assert_close(one.hidden, other.hidden, rtol=1e-4, atol=5e-5)
+
+
+def test_passes_of_others_are_as_they_were(name, calls):
+    with torch.inference_mode():
+        model(name)(input_ids=torch.tensor([tokens(4, 1)]))
+    assert set(calls) == {("chunked", 1, 4, False)}
+
+
+def test_a_recurrent_form_that_forgets_the_state_is_refused(name, monkeypatch):
+    backend(name)
+
+    def forgetful(run, *args, **options):
+        return run(*args, **{**options, "initial_state": None})
+
+    with_forms(name, monkeypatch, lambda chunked, other: (chunked, functools.partial(forgetful, other)))
+    with pytest.raises(UserError, match="does not reproduce its own logits"):
+        SnapshotBackend(model(name), name="forgetful")
+
+
+def test_layers_without_a_recurrence_are_left_as_they_are():
+    assert backend("lfm2").kind == "snapshot"
+    assert not replaced("lfm2")[1]
+
+
+# --- divided at the root ------------------------------------------------------------------------------------------
+
+
+def states(session):
+    """All states at the end of a session, by layer."""
+    return {key: tensor[session.state.row] for key, tensor in session.state.tensors.items()}
+
+
+@pytest.mark.parametrize("drafted", [1, 2, 4, LONG])
+@pytest.mark.parametrize("kind", DIVISIBLE)
+def test_the_state_at_the_root_is_that_of_the_chain_alone(kind, drafted):
+    """Rows of different lengths, one of which begins: after all drafts are refused, the root's states are right."""
+    target = backend(kind)
+    chains = [(tokens(5, 1), tokens(2, 2)), (tokens(7, 3), tokens(1, 4)), ([], tokens(2, 5))]
+    sessions, alone = ([target.open() for _ in chains] for _ in range(2))
+    for (before, chain), session, other in zip(chains, sessions, alone, strict=True):
+        if before:
+            target.forward([Feed(session, before)])
+            target.forward([Feed(other, before)])
+        target.forward([Feed(other, chain)])
+    drafts = [TokenTree.chain(torch.tensor(tokens(drafted, 6 + row))) for row in range(3)]
+    target.forward(
+        [Feed(session, chain, tree) for (_, chain), session, tree in zip(chains, sessions, drafts, strict=True)]
+    )
+    for (before, chain), session, other in zip(chains, sessions, alone, strict=True):
+        assert session.keep(len(before) + len(chain)) == len(before) + len(chain)
+        found, expected = states(session), states(other)
+        assert found.keys() == expected.keys()
+        for key in expected:
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-4)
+        session.close()
+        other.close()
+
+
+@pytest.mark.parametrize("kind", DIVISIBLE)
+def test_a_layer_reads_a_pass_once(kind):
+    """So its weights are read once: two calls of its first projection are the two groups of rows."""
+    target = backend(kind)
+    first, second = target.open(), target.open()
+    mixer = mixers_of(model(kind))[0]
+    seen = []
+    inner = next(each for each in mixer.modules() if isinstance(each, torch.nn.Linear))
+    handle = inner.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
+    drafts = TokenTree.chain(torch.tensor(tokens(4, 1)))
+    target.forward([Feed(first, tokens(3, 2), drafts), Feed(second, tokens(5, 3), drafts)])
+    handle.remove()
+    assert sorted(seen) == [7, 9]
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1"])
+def test_a_wrong_state_at_the_root_makes_a_layer_read_in_pieces(kind, monkeypatch):
+    """The control: a recurrence whose state at the root is that at the end is noticed before it is used."""
+    assert backend(kind)._goes_on.divisible
+    found = replaced(kind)[1]
+    call = Recurrence.__call__
+
+    def late(rule, *args, **options):
+        output, state = call(rule, *args, **options)
+        view = recurrences._PASS.get()
+        if view is not None and view.divide is not None:
+            view.state_at_root = state
+        return output, state
+
+    monkeypatch.setattr(Recurrence, "__call__", late)
+    mixers = mixers_of(model(kind))
+    assert found
+    goes_on = continuation(model(kind), mixers)
+    assert goes_on.several
+    assert goes_on.single
+    assert not goes_on.divisible
+
+
+@pytest.mark.parametrize("kind", ["nemotron_h", "jamba", "mamba"])
+def test_layers_that_read_one_by_one_are_not_divided(kind):
+    assert backend(kind).stepwise
+    assert not backend(kind)._goes_on.divisible
