@@ -81,6 +81,22 @@ def configs() -> dict[str, Any]:
             layer_types=["conv", "conv", FULL] * 4,
             tie_word_embeddings=True,
         ),
+        "falcon-h1-0.5b (its shapes, 8 of 36 layers: Mamba 2 beside attention, a small vocabulary)": (
+            transformers.FalconH1Config(
+                vocab_size=32000,
+                hidden_size=1024,
+                intermediate_size=2048,
+                num_hidden_layers=8,
+                num_attention_heads=8,
+                num_key_value_heads=2,
+                head_dim=64,
+                mamba_d_ssm=1536,
+                mamba_n_heads=24,
+                mamba_d_head=64,
+                mamba_n_groups=1,
+                mamba_d_state=128,
+            )
+        ),
         "jamba (state space, token by token)": transformers.JambaConfig(
             **wide,
             num_hidden_layers=12,

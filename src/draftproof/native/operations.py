@@ -98,6 +98,7 @@ class Operations:
         self._attend = function(f"attend_{suffix}", [pointer, number])
         self._mixture = function(f"mixture_{suffix}", [pointer] * 3 + [number, pointer, number])
         self._layers = function(f"layers_{suffix}", [pointer, number] + [pointer] * 5 + [number])
+        self._delta_rule = function("delta_rule", [pointer] * 8 + [number] * 9)
         self._softmax = function("softmax", [pointer] * 2 + [number] * 3)
         self._greedy = function("greedy", [pointer] * 2 + [number] * 3)
         self._spread = function("spread", [pointer] * 3 + [number] * 3, ctypes.c_int)
@@ -414,6 +415,54 @@ class Operations:
         sizes = y.numel() // max(dim, 1), dim, ACTIVATIONS.index(activation)
         self._gated(x.data_ptr(), y.data_ptr(), *sizes, torch.get_num_threads())
         return y
+
+    def delta_rule(
+        self,
+        queries: Float32[Tensor, "rows tokens key_heads dim"],
+        keys: Float32[Tensor, "rows tokens key_heads dim"],
+        values: Float32[Tensor, "rows tokens heads size"],
+        decays: Float32[Tensor, "rows tokens heads *dim"],
+        betas: Float32[Tensor, "rows tokens heads"],
+        state: Float32[Tensor, "rows heads dim size"] | None = None,
+        *,
+        unit: bool = True,
+    ) -> tuple[Float32[Tensor, "rows tokens heads size"], Float32[Tensor, "rows heads dim size"]]:
+        """The gated delta rule, token by token: outputs, and the state at the end (arXiv 2412.06464, equation 10).
+
+        Args:
+            queries: one head for several of the values' heads; scaled by 1 / sqrt(dim).
+            keys: as queries.
+            values: what is remembered.
+            decays: logarithms, for a head or for each of its key channels.
+            betas: how much of a value replaces what its key recalls.
+            state: to begin with; zeros by default. It is not changed.
+            unit: queries and keys are first brought to length one.
+
+        Raises:
+            ValueError: an argument of another type, device or shape, or keys wider than MOST_DIM.
+        """
+        (rows, tokens, key_heads, dim), (heads, size) = keys.shape, values.shape[2:]
+        if not 1 <= dim <= MOST_DIM or not key_heads or heads % key_heads:
+            raise ValueError(
+                f"expected keys of up to {MOST_DIM} numbers in heads that divide {heads}, got {keys.shape}"
+            )
+        of_head = (rows, tokens, heads)
+        by_channel = decays.dim() == 4
+        queries, keys, values, decays, betas = (x.contiguous() for x in (queries, keys, values, decays, betas))
+        require("queries", queries, torch.float32, keys.shape)
+        require("keys", keys, torch.float32)
+        require("values", values, torch.float32, (*of_head, size))
+        require("decays", decays, torch.float32, (*of_head, dim) if by_channel else of_head)
+        require("betas", betas, torch.float32, of_head)
+        if state is not None:
+            state = state.contiguous()
+            require("state", state, torch.float32, (rows, heads, dim, size))
+        out, end = torch.empty_like(values), values.new_empty((rows, heads, dim, size))
+        given = (queries, keys, values, decays, betas, state, end, out)
+        sizes = (rows, tokens, key_heads, heads, dim, size, dim if by_channel else 1, int(unit))
+        addresses = [None if each is None else each.data_ptr() for each in given]
+        self._delta_rule(*addresses, *sizes, torch.get_num_threads())
+        return out, end
 
     def attend(
         self,

@@ -6,14 +6,16 @@ import inspect
 import pytest
 import torch
 
-from draftproof import UserError
+from draftproof import UserError, native
 from draftproof.backends.base import Feed
 from draftproof.backends.hf.snapshots import SnapshotBackend
 from draftproof.backends.recurrent import recurrences
 from draftproof.backends.recurrent.mixers import continuation, mixers_of
+from draftproof.backends.recurrent.native_rule import NativeRule
 from draftproof.backends.recurrent.recurrences import FEW, Recurrence
 from draftproof.tree import TokenTree
 from support.architectures.tiny import VOCAB
+from support.native_levels import needs_native
 from support.recurrent_models import backend, model
 
 DELTA_RULE = ("qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid")
@@ -32,11 +34,12 @@ def replaced(name):
     return names, {key: made for key, made in names.items() if isinstance(made, Recurrence)}
 
 
-def with_forms(name, monkeypatch, change):
-    """Put others in place of both forms of the rule."""
+def with_forms(name, monkeypatch, change, most=FEW):
+    """Put others in place of both of transformers' forms of the rule, as where there is no C."""
     names, found = replaced(name)
     ((key, made),) = found.items()
-    monkeypatch.setitem(names, key, Recurrence(*change(made.many, made.few)))
+    few = made.few.own if isinstance(made.few, NativeRule) else made.few
+    monkeypatch.setitem(names, key, Recurrence(*change(made.many, few), most))
 
 
 @pytest.fixture
@@ -96,12 +99,67 @@ def test_short_pieces_are_recurrent_and_long_ones_in_chunks(name, calls):
 def test_the_numbers_are_those_of_the_form_in_chunks(name, calls, monkeypatch):
     short = passes(name)
     calls.clear()
-    monkeypatch.setattr(recurrences, "FEW", 0)
+    with_forms(name, monkeypatch, lambda *forms: forms, most=0)
     chunked = passes(name)
     assert {form for form, *_ in calls} == {"chunked"}
     for one, other in zip(short, chunked, strict=True):
         torch.testing.assert_close(one.logits, other.logits, rtol=1e-4, atol=5e-5)
         torch.testing.assert_close(one.hidden, other.hidden, rtol=1e-4, atol=5e-5)
+
+
+@needs_native
+def test_the_numbers_are_those_of_c(name, monkeypatch):
+    backend(name)
+    found, rows = passes(name), []
+    rule = native.operations_for(torch.zeros(1)).delta_rule
+
+    def recorded(*given, **options):
+        rows.append(given[0].shape[:2])
+        return rule(*given, **options)
+
+    monkeypatch.setattr(native.operations_for(torch.zeros(1)), "delta_rule", recorded)
+    again = passes(name)
+    assert {tuple(each) for each in rows} == {(2, LONG), (2, 2), (2, 4), (1, FEW), (1, 4), (1, LONG)}
+    with_forms(name, monkeypatch, lambda *forms: forms)
+    rows.clear()
+    others = passes(name)
+    assert not rows
+    for one, same, other in zip(found, again, others, strict=True):
+        assert torch.equal(one.logits, same.logits)
+        torch.testing.assert_close(one.logits, other.logits, rtol=1e-4, atol=5e-5)
+
+
+@needs_native
+def test_c_stands_for_no_other_rule(name):
+    backend(name)
+    (made,) = replaced(name)[1].values()
+    own = made.few.own
+
+    def other(*args, **options):
+        output, state = own(*args, **options)
+        return output + 1e-3, state
+
+    assert NativeRule.of(own) is not None
+    assert NativeRule.of(other) is None
+    assert NativeRule.of(lambda query: query) is None
+
+
+@needs_native
+def test_what_c_does_not_compute_is_left_to_transformers(name, monkeypatch):
+    """Numbers of 64 bits, and gradients."""
+    backend(name)
+    (made,) = replaced(name)[1].values()
+    rule = made.few
+    monkeypatch.setattr(native.operations_for(torch.zeros(1)), "delta_rule", None)
+    source = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(1, 2, 3, 8, generator=source) for _ in range(3)]
+    channels = any(dims == 4 for dims, _ in rule.known)
+    decays = [-torch.rand(1, 2, 3, *([8] if channels else []), generator=source), torch.rand(1, 2, 3, generator=source)]
+    options = {"initial_state": None, "output_final_state": True}
+    double = [each.double() for each in (*inputs, *decays)]
+    for given in (double, [each.requires_grad_() for each in inputs] + decays):
+        for one, other in zip(rule(*given, **options), rule.own(*given, **options), strict=True):
+            assert torch.equal(one, other)
 
 
 def test_passes_of_others_are_as_they_were(name, calls):

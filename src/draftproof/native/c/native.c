@@ -339,6 +339,10 @@ void draftproof_inverse_cdf(const float *weights, const double *goals, int64_t *
   }
 }
 
+/* --- recurrent layers ---------------------------------------------------------------------------------------------- */
+
+#include "recurrent.h"
+
 /* --- races --------------------------------------------------------------------------------------------------------- */
 
 enum { HEAT = 64, PIECE = 1 << 14 }; /* entries that are looked at together, and entries that one thread takes */

@@ -1,0 +1,102 @@
+/* The gated delta rule of linear attention, token by token (Yang et al. 2024, arXiv 2412.06464, equation 10; with a decay for
+   each key channel it is Kimi Delta Attention, arXiv 2510.26692). Each value channel of a head goes on alone, so a few of
+   them stay in the nearest memory for all tokens. */
+
+enum { CHANNELS = 2 }; /* vectors of value channels that go on together */
+
+typedef struct {
+  const float *queries, *keys, *values, *decays, *betas, *state;
+  float *end, *out;
+  long rows, tokens, key_heads, heads, dim, size, channels; /* channels: of decays, for a head: one, or dim */
+  int unit;
+} delta_rule;
+
+/* x of the given number of entries, by a factor; of length one before that where `unit` says so. */
+static void scaled_to(float *into, const float *x, long dim, float factor, int unit) {
+  floats squares = zeros();
+  if (unit) {
+    for (long i = 0; i < dim; i += LANES) {
+      const floats each = load_first_float(x + i, dim - i);
+      squares = multiply_add(each, each, squares);
+    }
+    factor /= sqrtf(sum_of(squares) + 1e-6f);
+  }
+  for (long i = 0; i < dim; i += LANES)
+    store_first_float(into + i, dim - i, mul(load_first_float(x + i, dim - i), splat(factor)));
+}
+
+/* Some value channels of a row's head, over all tokens. Sums over key channels are those of even and of odd ones. */
+static void delta_channels(const delta_rule *r, long row, long head, long channel) {
+  const long key_head = head / (r->heads / r->key_heads), here = r->size - channel;
+  const long state = (row * r->heads + head) * r->dim * r->size + channel;
+  float key[MOST_DIM] = {0}, query[MOST_DIM] = {0}, decay[MOST_DIM] = {0};
+  floats block[MOST_DIM][CHANNELS];
+  for (long i = 0; i < r->dim + r->dim % 2; i++)
+#pragma GCC unroll 2
+    for (int c = 0; c < CHANNELS; c++)
+      block[i][c] = r->state && i < r->dim
+                        ? load_first_float(r->state + state + i * r->size + c * LANES, here - c * LANES)
+                        : zeros();
+  for (long t = row * r->tokens; t < (row + 1) * r->tokens; t++) {
+    scaled_to(key, r->keys + (t * r->key_heads + key_head) * r->dim, r->dim, 1, r->unit);
+    scaled_to(query, r->queries + (t * r->key_heads + key_head) * r->dim, r->dim, 1 / sqrtf((float)r->dim), r->unit);
+    const float *logs = r->decays + (t * r->heads + head) * r->channels;
+    for (long i = 0; i < r->dim; i += LANES)
+      store_first_float(decay + i, r->dim - i,
+                        exponential(r->channels == 1 ? splat(*logs) : load_first_float(logs + i, r->dim - i)));
+    floats known[2][CHANNELS], made[2][CHANNELS], change[CHANNELS];
+#pragma GCC unroll 2
+    for (int c = 0; c < CHANNELS; c++) known[0][c] = known[1][c] = made[0][c] = made[1][c] = zeros();
+    for (long i = 0; i < r->dim; i += 2)
+#pragma GCC unroll 2
+      for (int odd = 0; odd < 2; odd++)
+#pragma GCC unroll 2
+        for (int c = 0; c < CHANNELS; c++) {
+          block[i + odd][c] = mul(block[i + odd][c], splat(decay[i + odd]));
+          known[odd][c] = multiply_add(block[i + odd][c], splat(key[i + odd]), known[odd][c]);
+        }
+    const float *value = r->values + (t * r->heads + head) * r->size + channel;
+    float *out = r->out + (t * r->heads + head) * r->size + channel;
+#pragma GCC unroll 2
+    for (int c = 0; c < CHANNELS; c++)
+      change[c] = mul(sub(load_first_float(value + c * LANES, here - c * LANES), add(known[0][c], known[1][c])),
+                      splat(r->betas[t * r->heads + head]));
+    for (long i = 0; i < r->dim; i += 2)
+#pragma GCC unroll 2
+      for (int odd = 0; odd < 2; odd++)
+#pragma GCC unroll 2
+        for (int c = 0; c < CHANNELS; c++) {
+          block[i + odd][c] = multiply_add(splat(key[i + odd]), change[c], block[i + odd][c]);
+          made[odd][c] = multiply_add(block[i + odd][c], splat(query[i + odd]), made[odd][c]);
+        }
+#pragma GCC unroll 2
+    for (int c = 0; c < CHANNELS; c++)
+      store_first_float(out + c * LANES, here - c * LANES, add(made[0][c], made[1][c]));
+  }
+  for (long i = 0; i < r->dim; i++)
+#pragma GCC unroll 2
+    for (int c = 0; c < CHANNELS; c++)
+      store_first_float(r->end + state + i * r->size + c * LANES, here - c * LANES, block[i][c]);
+}
+
+static void share_delta_rule(void *given) {
+  const delta_rule *r = given;
+  const long parts = (r->size + CHANNELS * LANES - 1) / (CHANNELS * LANES), all = r->rows * r->heads * parts;
+  const long number = thread_number(), count = thread_count();
+  for (long item = all * number / count; item < all * (number + 1) / count; item++)
+    delta_channels(r, item / parts / r->heads, item / parts % r->heads, item % parts * CHANNELS * LANES);
+}
+
+/* out [rows, tokens, heads, size] and the state at the end [rows, heads, dim, size], after a state or, where it is 0, after
+   none. `queries` and `keys` are [rows, tokens, key heads, dim], of any length where `unit`, `values` as out, `betas`
+   [rows, tokens, heads], and `decays` their logarithms, `channels` for a head. */
+void draftproof_delta_rule(const float *queries, const float *keys, const float *values, const float *decays,
+                           const float *betas, const float *state, float *end, float *out, long rows, long tokens,
+                           long key_heads, long heads, long dim, long size, long channels, long unit, long threads) {
+  delta_rule r = {queries, keys,   values,    decays, betas, state, end,      out,
+                  rows,    tokens, key_heads, heads,  dim,   size,  channels, (int)unit};
+  if (threads > 1 && rows * heads * tokens * dim * size > SMALL)
+    parallel(share_delta_rule, &r, (unsigned)threads, 0);
+  else
+    share_delta_rule(&r);
+}
