@@ -97,7 +97,7 @@ def configs() -> dict[str, Any]:
                 mamba_d_state=128,
             )
         ),
-        "jamba (state space, token by token)": transformers.JambaConfig(
+        "jamba (state space)": transformers.JambaConfig(
             **wide,
             num_hidden_layers=12,
             intermediate_size=2048,

@@ -19,7 +19,12 @@ from support.feature_heads import drafted, net_for
 from support.helpers import assert_output_distribution
 from support.recurrent_models import model
 
-TYPES = ("lfm2", "qwen3_next", "falcon_h1", "mamba")  # convolution; delta rule; beside attention; token by token
+TYPES = (
+    "lfm2",
+    "qwen3_next",
+    "falcon_h1",
+    "mamba",
+)  # convolution; delta rule; state space beside attention; scan without a state
 LAYERS = (0, 1)
 ACCEPTED = (2, 0, 4, 1, 3, 3, 4, 0)  # of four drafted tokens, in each round
 PROMPTS = [[5, 9, 2, 7, 11, 3, 60, 41], [8, 8, 1], [70, 12, 33, 4, 4]]

@@ -28,7 +28,12 @@ from support.architectures.tiny import VOCAB, tiny_config, tiny_model
 from support.native_levels import needs_native
 from support.recurrent_models import backend, model
 
-TYPES = ("lfm2", "qwen3_next", "falcon_h1", "mamba")  # convolution; delta rule; beside attention; token by token
+TYPES = (
+    "lfm2",
+    "qwen3_next",
+    "falcon_h1",
+    "mamba",
+)  # convolution; delta rule; state space beside attention; scan without a state
 LENGTHS = (3, 60, 17, 41)
 NEW = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
@@ -269,7 +274,13 @@ def test_a_pass_that_fails_changes_nothing(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "several", "single"),
-    [("lfm2", True, True), ("qwen3_next", True, True), ("mamba", False, True), ("zamba2", True, False)],
+    [
+        ("lfm2", True, True),
+        ("qwen3_next", True, True),
+        ("mamba", True, True),
+        ("zamba", False, True),
+        ("zamba2", True, False),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_how_mixers_go_on_from_a_state_is_found_in_every_dtype(name, several, single, dtype):

@@ -12,14 +12,14 @@ from draftproof.backends.hf.snapshots import SnapshotBackend
 from draftproof.backends.recurrent import recurrences
 from draftproof.backends.recurrent.mixers import continuation, mixers_of
 from draftproof.backends.recurrent.native_rule import NativeRule
-from draftproof.backends.recurrent.recurrences import FEW, Recurrence
+from draftproof.backends.recurrent.recurrences import FEW, Recurrence, StatelessScan
 from draftproof.tree import TokenTree
 from support.architectures.tiny import VOCAB
 from support.native_levels import needs_native
 from support.recurrent_models import backend, model
 
 DELTA_RULE = ("qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid")
-DIVISIBLE = (*DELTA_RULE, "lfm2", "falcon_h1", "bamba", "mamba2", "granitemoehybrid")
+DIVISIBLE = (*DELTA_RULE, "lfm2", "falcon_h1", "bamba", "mamba2", "granitemoehybrid", "mamba", "jamba")
 LONG = FEW + 1
 
 
@@ -235,6 +235,17 @@ def test_a_layer_reads_a_pass_once(kind):
     second.close()
 
 
+def test_a_scan_that_forgets_the_state_makes_layers_read_one_by_one(monkeypatch):
+    """The control: as transformers' own scan of these layers does."""
+    assert not backend("jamba").stepwise
+
+    def forgetful(scan, *args, **options):
+        return scan.own(*args, **options)
+
+    monkeypatch.setattr(StatelessScan, "__call__", forgetful)
+    assert continuation(model("jamba"), mixers_of(model("jamba"))).stepwise
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1"])
 def test_a_wrong_state_at_the_root_makes_a_layer_read_in_pieces(kind, monkeypatch):
     """The control: a recurrence whose state at the root is that at the end is noticed before it is used."""
@@ -258,7 +269,7 @@ def test_a_wrong_state_at_the_root_makes_a_layer_read_in_pieces(kind, monkeypatc
     assert not goes_on.divisible
 
 
-@pytest.mark.parametrize("kind", ["nemotron_h", "jamba", "mamba"])
+@pytest.mark.parametrize("kind", ["nemotron_h", "zamba"])
 def test_layers_that_read_one_by_one_are_not_divided(kind):
     assert backend(kind).stepwise
     assert not backend(kind)._goes_on.divisible

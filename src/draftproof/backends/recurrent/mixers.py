@@ -22,12 +22,14 @@ from torch import Tensor, nn
 
 from draftproof.backends.cache.slot_cache import SlotCache, WritePlan
 from draftproof.backends.model_info import input_device
-from draftproof.backends.recurrent.recurrences import in_pass
+from draftproof.backends.recurrent.recurrences import FEW, in_pass
 from draftproof.backends.recurrent.states import Group, Key, StateView
 
 STATES_ONLY = "cache_params"  # the name of the cache in models without attention
 _CACHE_NAMES = ("past_key_values", STATES_ONLY)
-_SHORT, _ROOT = 9, 3  # tokens that mixers read when they are compared, and where they are divided
+_ROOT = 3  # where mixers are divided when they are compared
+_SHORT = _ROOT + FEW + 1  # tokens that they read then: both forms of a recurrence are used
+_LAST = 4  # of which so many are read one by one
 _SAME = 1e-4  # relative difference in float32 that rounding explains
 
 
@@ -141,12 +143,12 @@ def continuation(model: Any, mixers: Sequence[nn.Module]) -> Continuation:
     divisible = {type(each) for each in mixers}
     for mixer, inputs in _inputs(model, mixers):
         twin = copy.deepcopy(mixer).float() if next(mixer.parameters()).dtype.itemsize < 4 else mixer
-        (whole, _), (pieces, kept), (steps, _) = (
-            _outputs(twin.forward, cuts, inputs) for cuts in ((_SHORT,), (_ROOT, _SHORT), range(_ROOT, _SHORT + 1))
-        )
+        whole, _ = _outputs(twin.forward, (_SHORT,), inputs)
+        pieces, kept = _outputs(twin.forward, (_ROOT, _SHORT), inputs, follow=True)
+        steps, _ = _outputs(twin.forward, range(_SHORT - _LAST, _SHORT + 1), inputs)
         several &= _far(pieces, whole) < _SAME
         single &= _far(steps, whole) < _SAME
-        divided, marked = _outputs(twin.forward, (_ROOT, _SHORT), inputs, divisible=True)
+        divided, marked = _outputs(twin.forward, (_ROOT, _SHORT), inputs, follow=True, divisible=True)
         alike = marked.keys() == kept.keys() and (
             _far([*divided, *marked.values()], [*pieces, *(kept[key] for key in marked)]) < _SAME
         )
@@ -175,9 +177,17 @@ def _widened(tensor: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def _outputs(
-    forward: Callable[..., Any], cuts: Sequence[int], inputs: Any, *, divisible: bool = False
+    forward: Callable[..., Any], cuts: Sequence[int], inputs: Any, *, follow: bool = False, divisible: bool = False
 ) -> tuple[list[Tensor], Mapping[Key, Tensor]]:
-    """The tensors that a mixer returns when it reads in pieces, and its states after the first one."""
+    """The tensors that a mixer returns when it reads in pieces, and its states after the first one.
+
+    Args:
+        forward: of the mixer.
+        cuts: where pieces end.
+        inputs: what it is given.
+        follow: whether it reads as in our passes.
+        divisible: whether it reads all pieces at once.
+    """
     view, found = _Watching(_SHORT, cuts=cuts, mark=_ROOT if len(cuts) == 2 else None), list[Tensor]()
 
     def collect(tensor: Tensor) -> Tensor:
@@ -185,7 +195,7 @@ def _outputs(
         return tensor
 
     args, options = _each_tensor(inputs, torch.clone, view)
-    with in_pass(view) if divisible else nullcontext():
+    with in_pass(view) if follow else nullcontext():
         _each_tensor(_Divided(forward, view, 1, _SHORT, divisible=divisible)(*args, **options), collect)
     return found, view.groups[0].marked
 

@@ -3,7 +3,8 @@
 Transformers' layers with linear attention (Qwen3-Next, Qwen3.5, OLMo hybrid, Kimi Linear, ...) and state spaces
 (Mamba 2, Bamba, Falcon-H1, Granite hybrids, ...) call one function for the tokens of a pass after their projections. It
 takes a state and returns the one at the end. Here such a function is called twice where the state at the root is
-wanted, so the layer around it still reads the pass, and its weights, once.
+wanted, so the layer around it still reads the pass, and its weights, once. That of Mamba and Jamba takes no state,
+which is made up for.
 
 On a CPU the delta rule is computed natively. Where it is not, and for state spaces, few tokens take another form of
 transformers' own: that for several tokens is made for prompts and pads them to a chunk, and the pieces of our passes
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
 from draftproof.backends.recurrent.native_rule import NativeRule
@@ -28,7 +30,7 @@ from draftproof.backends.recurrent.states import StateView
 
 FEW = 16  # tokens; with heads of 128 both forms take as long at 20 to 24, and chunks are faster from there
 _CHUNKED, _RECURRENT = "chunk_", "recurrent_"  # in the names of the delta rule's two forms
-_SCAN = "mamba2_chunk_scan"
+_SCAN, _STATELESS_SCAN = "mamba2_chunk_scan", "mamba_selective_scan"
 _STATES = ("initial_state", "initial_states")
 _PASS: ContextVar[StateView | None] = ContextVar("_PASS", default=None)
 
@@ -45,11 +47,13 @@ def follow_passes(mixers: Sequence[nn.Module]) -> None:
     for each in mixers:
         names = inspect.unwrap(type(each).forward).__globals__
         for name, found in list(names.items()):
-            if isinstance(found, Recurrence | _InPasses):
+            if isinstance(found, Recurrence | _InPasses | StatelessScan):
                 continue
             other = name.replace(_CHUNKED, _RECURRENT)
             if name == _SCAN:
                 names[name] = Recurrence(found, _one_chunk(found), FEW)
+            elif name == _STATELESS_SCAN:
+                names[name] = StatelessScan(found)
             elif _CHUNKED in name and callable(single := names.get(other)):
                 rule = NativeRule.of(single)
                 names[name] = Recurrence(found, rule or single, sys.maxsize if rule else FEW)
@@ -127,3 +131,61 @@ class Recurrence:
     def _read(self, first: Tensor, *args: Any, **options: Any) -> Any:
         few = first.shape[1] <= self.most and first.device.type == "cpu"
         return (self.few if few else self.many)(first, *args, **options)
+
+
+@dataclass(frozen=True)
+class StatelessScan:
+    """The scan of Mamba's and Jamba's layers, which begins without a state, made to begin with one.
+
+    It is linear in the state: what a state adds is computed beside it, before the gate.
+
+    Attributes:
+        own: transformers' function; its tokens are the last dimension, and gates and biases are applied inside.
+    """
+
+    own: Callable[..., Any]
+
+    def __call__(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        *args: Any,
+        z: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """The outputs [rows, channels, tokens] and the state at the end; see `own`."""
+        view, shape = _PASS.get(), (*x.shape[:2], A.shape[-1])
+        state = None if view is None else view.recurrent_state
+        if (
+            view is None
+            or args
+            or (state is None and view.divide is None)
+            or (state is not None and state.shape != shape)
+        ):
+            return self.own(x, dt, A, B, C, *args, z=z, **options)
+        outputs, size = list[Tensor](), x.shape[-1]
+        for start, stop in ((0, view.divide or 0), (view.divide or 0, size)):
+            if start < stop:
+                output, state = self._read(*(each[..., start:stop] for each in (x, dt, B, C)), A, state, options)
+                outputs.append(output)
+            if view.divide and stop < size:
+                view.state_at_root = state
+        made = torch.cat(outputs, dim=-1)
+        return made if z is None else made * F.silu(z), state
+
+    def _read(
+        self, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, state: Tensor | None, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Some tokens after a state, without the gate."""
+        made, end = self.own(x, dt, A, B, C, **options)
+        if state is None:
+            return made, end
+        bias = options.get("delta_bias")
+        steps = dt if bias is None else dt + bias.to(dt.dtype)[..., None]
+        steps = F.softplus(steps) if options.get("delta_softplus") else steps
+        carried = (A[None, :, None] * steps.cumsum(-1).unsqueeze(-1)).exp() * state.unsqueeze(2)
+        added = torch.einsum("rctn,rnt->rct", carried.to(C.dtype), C)
+        return made + added.to(made.dtype), end + carried[:, :, -1].to(end.dtype)

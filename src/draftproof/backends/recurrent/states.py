@@ -92,6 +92,7 @@ class StateView(CacheView):
 
     Attributes:
         divide: after how many tokens of a group states are kept too, while a layer reads on; None for nowhere.
+        recurrent_state: what the layer that reads now has asked for last.
         state_at_root: what a recurrence has found there, until its layer gives the state at the end.
     """
 
@@ -102,6 +103,7 @@ class StateView(CacheView):
         self._width = groups[0].cuts[-1]
         self._touched = set[Key]()
         self.divide: int | None = None
+        self.recurrent_state: Tensor | None = None
         self.state_at_root: Tensor | None = None
 
     def begin(self, group: Group, width: int, divide: int | None = None) -> None:
@@ -116,6 +118,7 @@ class StateView(CacheView):
         self._width = width
         self._touched.clear()
         self.divide = divide
+        self.recurrent_state = None
 
     def mark(self) -> None:
         """Keep the states that were used since `begin`."""
@@ -140,7 +143,8 @@ class StateView(CacheView):
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """A layer's recurrent state; None before the first token."""
-        return self._get(Key("recurrent", layer_idx, state_idx))
+        self.recurrent_state = self._get(Key("recurrent", layer_idx, state_idx))
+        return self.recurrent_state
 
     def update_conv_state(
         self,
