@@ -48,6 +48,20 @@ def configs() -> dict[str, Any]:
         "num_attention_heads": 12,
         "num_key_value_heads": 4,
     }
+    falcon: dict[str, Any] = {
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "mamba_d_ssm": 1536,
+        "mamba_n_heads": 24,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 128,
+    }
     return {
         "qwen3_5_text (linear attention)": transformers.Qwen3_5TextConfig(
             **wide,
@@ -82,20 +96,7 @@ def configs() -> dict[str, Any]:
             tie_word_embeddings=True,
         ),
         "falcon-h1-0.5b (its shapes, 8 of 36 layers: Mamba 2 beside attention, a small vocabulary)": (
-            transformers.FalconH1Config(
-                vocab_size=32000,
-                hidden_size=1024,
-                intermediate_size=2048,
-                num_hidden_layers=8,
-                num_attention_heads=8,
-                num_key_value_heads=2,
-                head_dim=64,
-                mamba_d_ssm=1536,
-                mamba_n_heads=24,
-                mamba_d_head=64,
-                mamba_n_groups=1,
-                mamba_d_state=128,
-            )
+            transformers.FalconH1Config(**falcon)
         ),
         "jamba (state space)": transformers.JambaConfig(
             **wide,

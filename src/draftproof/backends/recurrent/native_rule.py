@@ -68,7 +68,8 @@ class NativeRule:
             )
             return made
         state = None if initial_state is None else initial_state.float()
-        out, end = operations.delta_rule(*(x.float() for x in inputs), state, unit=use_qk_l2norm_in_kernel)
+        q, k, v, decays, betas = (x.float() for x in inputs)
+        out, end = operations.delta_rule(q, k, v, decays, betas, state, unit=use_qk_l2norm_in_kernel)
         return out.to(query.dtype), end if output_final_state else None
 
 
@@ -83,7 +84,7 @@ def _same_rule(own: Callable[..., Any], rule: NativeRule, dims: int, shared: boo
     g = -torch.rand((*sizes[:2], heads[1], sizes[2])[:dims], generator=source)
     state = torch.randn((sizes[0], heads[1], sizes[2], 6), generator=source)
     for unit, before in ((True, state), (False, state), (True, None)):
-        options = {"initial_state": before, "output_final_state": True, "use_qk_l2norm_in_kernel": unit}
+        options: dict[str, Any] = {"initial_state": before, "output_final_state": True, "use_qk_l2norm_in_kernel": unit}
         try:
             expected, found = (form(query, key, value, g=g, beta=beta, **options) for form in (own, rule))
         except _REFUSALS:

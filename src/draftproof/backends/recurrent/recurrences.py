@@ -120,9 +120,9 @@ class Recurrence:
 
         state, outputs = options.pop(name), list[Tensor]()
         for start, stop in ((0, view.divide), (view.divide, size)):
-            mine = [part(each, start, stop) for each in (first, *args)]
+            mine = [part(each, start, stop) for each in args]
             named = {key: part(each, start, stop) for key, each in options.items()}
-            output, state = self._read(*mine, **named, **{name: state})
+            output, state = self._read(first[:, start:stop], *mine, **{**named, name: state})
             outputs.append(output)
             if start == 0:
                 view.state_at_root = state
@@ -169,7 +169,8 @@ class StatelessScan:
         outputs, size = list[Tensor](), x.shape[-1]
         for start, stop in ((0, view.divide or 0), (view.divide or 0, size)):
             if start < stop:
-                output, state = self._read(*(each[..., start:stop] for each in (x, dt, B, C)), A, state, options)
+                some = slice(start, stop)
+                output, state = self._read(x[..., some], dt[..., some], B[..., some], C[..., some], A, state, options)
                 outputs.append(output)
             if view.divide and stop < size:
                 view.state_at_root = state
