@@ -10,8 +10,10 @@ from draftproof.audit.compositions import DRAFT, DRAFTERS, VOCAB, toy_target
 from draftproof.draft import Draft
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.options import EngineOptions
 from draftproof.engine.registry import make_verifier
+from draftproof.errors import RequestError
 from draftproof.rng import CounterRoundRng
 from draftproof.stoppers.auto import Auto
 from draftproof.stoppers.budget import DraftBudget, likeliest
@@ -122,7 +124,7 @@ def test_the_joint_distribution_while_drafters_change():
             return drafts
 
         drafter.propose = watched
-        return Engine(TableModel(3, 1), drafter, round_rng=round_rng, draft_budget=2)
+        return Engine(TableModel(3, 1, zeros=0.5), drafter, round_rng=round_rng, draft_budget=2)
 
     prompts = [[0, 2, 1, 0, 2, 1, 0, 2], [1]]
     assert joint_distance(make, prompts, [SamplingParams(max_tokens=3)] * 2) < 1e-12
@@ -275,6 +277,17 @@ def test_the_plan_of_auto_counts_the_tokens_that_the_budget_allows():
     plans = [Auto(costs, 8, most=most).planned(range(4), batch=4) for most in (1.0, 2.0, 4.0, 8.0, math.inf)]
     assert [plan.length for plan in plans] == [0, 1, 1, 2, 2]
     assert plans[1].speed == pytest.approx((4 + 2 * 0.5) / 4 / (1 + 0.05 + 0.2 / 2))
+
+
+def test_a_draft_model_that_fails_for_a_request_ends_that_request_only():
+    wrong = TableModel(VOCAB, 0, order=1, rows={**DRAFT, (1,): [math.nan] * VOCAB})
+    drafter = ModelDrafter(DraftModel(wrong, vocab_size=VOCAB), TWO)
+    engine = Engine(TableModel(VOCAB, 0, order=1, rows={(0,): [1.0, 0.0, 0.0]}), drafter, draft_budget=3)
+    with pytest.raises(RequestError) as caught:
+        engine.generate([[1], [0]], SamplingParams(max_tokens=6))
+    failed, whole = caught.value.outputs
+    assert failed is None
+    assert whole.token_ids == (0,) * 6
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class ModelDrafter(ModelBacked):
         return [chain for chain, _ in going], [output for _, output in going]
 
     @staticmethod
-    def _admitted(active: list[_Chain], outputs: Sequence[FeedOutput]) -> tuple[list[_Chain], Sequence[FeedOutput]]:
+    def _admitted(active: list[_Chain], outputs: list[FeedOutput]) -> tuple[list[_Chain], list[FeedOutput]]:
         """End chains whose next tokens are beyond the round's budget, none of them drawn yet; return the others."""
         if not active:
             return active, outputs

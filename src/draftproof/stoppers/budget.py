@@ -76,11 +76,12 @@ class DraftBudget:
         if sum(rooms) <= self._left:  # there is enough for all
             self._left -= len(rows)
             return [True] * len(rows)
-        sure = torch.stack([each.float().softmax(-1).amax(-1) for each in logits]).tolist()
-        kinds = [min(int(CLASSES * value), CLASSES - 1) for value in sure]
+        sure = torch.stack(list(logits)).float().softmax(-1).amax(-1)
+        kinds = (CLASSES * sure.nan_to_num(0.0)).long().clamp(max=CLASSES - 1).tolist()  # what draws refuses NaN
         chances = []
         for row, room, kind in zip(rows, rooms, kinds, strict=True):
-            reached, (_, later) = self._reached.get(row, 1.0) * self._rate(kind), self._rates(row).expected(1)
+            reached = self._reached.get(row, 1.0) * self._rate(kind)
+            later = self._rates(row).expected(1)[1]
             chances.append([reached * later**place for place in range(min(room, int(self._left)))])
         going = [size > 0 for size in likeliest(chances, int(self._left))]
         for row, kind, goes in zip(rows, kinds, going, strict=True):
