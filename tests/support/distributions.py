@@ -15,6 +15,8 @@ import torch
 from draftproof.audit import distributions as enumeration
 from draftproof.audit.distributions import complete
 from draftproof.functional import Tries, greedy
+from draftproof.rng import CounterRoundRng
+from draftproof.testing import EnumeratedNoise, exact_distribution, target_distribution, total_variation
 from draftproof.tree import TokenTree
 
 KINDS = ("dense", "sparse", "peaked", "ties", "onehot", "equal", "near", "disjoint")
@@ -47,6 +49,26 @@ def checks_off(*, off=True):
         yield
     finally:
         jaxtyping.config.update("jaxtyping_disable", before)
+
+
+def joint_distance(make, prompts, params):
+    """Total variation of the joint distribution of a batch's outputs, by enumeration, from the product of the target's.
+
+    `make` makes an engine from the source of a round's randomness.
+    """
+
+    def outputs(rng):
+        noise = EnumeratedNoise(rng)
+        engine = make(lambda seeds, places: noise.round(seeds, places) if engine.verifier.shared_noise else rng)
+        return tuple(output.token_ids for output in engine.generate(prompts, params))
+
+    with checks_off():
+        found = exact_distribution(outputs)
+    target, expected = make(CounterRoundRng).target, {(): 1.0}
+    for prompt, own in zip(prompts, params, strict=True):
+        each = target_distribution(target, tuple(prompt), own)
+        expected = {(*before, output): a * b for before, a in expected.items() for output, b in each.items()}
+    return total_variation(found, expected)
 
 
 class Toy:

@@ -212,6 +212,8 @@ def markdown(made: Sequence[Composition]) -> str:
         "",
         "`tree` and `wide` are two shapes of `tree:AxBxC`. `early_exit:L` composes like `model`, and `early_exit:LxK`",
         "like `chains`. So do `quantized:B` and `quantized:BxK`, but not with `greedy_block`.",
+        "With a budget over the batch (`--draft-budget`) drafters of one chain compose with the same rules, but for",
+        "`greedy_block`; `chains`, `tree` and `wide` are refused.",
         "",
         f"| rule | {' | '.join(DRAFTERS)} |",
         "|---" * (len(DRAFTERS) + 1) + "|",

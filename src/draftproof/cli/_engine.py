@@ -24,7 +24,7 @@ class _Target:
     target: str | None = None
 
 
-_SPECULATION = ("drafter", "stopper", "verifier", "draft_temperature", "draft_top_k")
+_SPECULATION = ("drafter", "stopper", "verifier", "draft_temperature", "draft_top_k", "draft_budget")
 _HELP = {
     "target": f"The target: {_NAMES}; without it what the variable {TARGET_VARIABLE} names.",
     "draft": f"The draft model: {_NAMES}; without it an embedded target's, or none for others.",

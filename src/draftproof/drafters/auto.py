@@ -217,9 +217,12 @@ class AutoDrafter:
         source.stopper.preset(choice.plan)
         asked = [replace(one, limit=0) if one.id in choice.looked else one for one in requests]
         asked = [replace(one, limit=0) if len(one.tokens) == one.prompt_length else one for one in asked]
+        requests[0].budget.reserve(sum(len(found.tokens) for found in choice.looked.values()))
         drafts = source.drafter.propose(asked, rng)
         source.unable.update(
-            one.id for one, draft in zip(asked, drafts, strict=True) if one.limit > 0 and not len(draft)
+            one.id
+            for one, draft in zip(asked, drafts, strict=True)
+            if one.limit > 0 and not len(draft) and not source.drafter.model.depth(one, 1)
         )
         return drafts
 

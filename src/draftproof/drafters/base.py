@@ -12,6 +12,7 @@ from draftproof.draft import Draft
 from draftproof.rng import RoundRng
 from draftproof.sampling import Transforms
 from draftproof.stoppers.base import RoundTime, Stopper
+from draftproof.stoppers.budget import UNLIMITED, DraftBudget
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class DraftRequest:
         prediction: tokens that the answer may repeat; empty without a prediction.
         cache_salt: what was read or written for a request is used for others with the same salt only.
         share_text: whether such requests may draft from its tokens, and it from theirs.
+        budget: of the round, the same object for all its requests; asked before each token that is drawn.
     """
 
     id: int
@@ -39,6 +41,7 @@ class DraftRequest:
     prediction: Sequence[int] = ()
     cache_salt: str = ""
     share_text: bool = True
+    budget: DraftBudget = UNLIMITED
 
 
 @runtime_checkable

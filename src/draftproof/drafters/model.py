@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from jaxtyping import Float, Int
@@ -70,6 +71,8 @@ class ModelDrafter(ModelBacked):
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
         """See Drafter; each step is one forward pass of the draft model, for the rows that are still drafting."""
         self.stopper.begin([request.id for request in requests])
+        bounded = any(request.budget.most is not None for request in requests)
+        stride = 1 if bounded else self._stride  # the budget waits for the device in any case
         self.model.checks.clear()
         chains = [self._open(row, request) for row, request in enumerate(requests)]
         active = [chain for chain in chains if chain.open]
@@ -81,11 +84,12 @@ class ModelDrafter(ModelBacked):
             outputs = self.model.backend.forward(feeds, hidden=self.stopper.hidden_size > 0)
             if self.stopper.reads_predictions:
                 active, outputs = self._promising(active, outputs)
+            active, outputs = self._admitted(active, outputs)
             signal = self._extend(active, outputs, rng, step) if active else None
             step += 1
             if signal is not None:
                 queued.append((active, signal))
-                if step % self._stride == 0:
+                if step % stride == 0:
                     self._judge(queued)
             active = [chain for chain in active if chain.open]
             feeds = [Feed(sessions[chain.row], chain.tokens[-1].reshape(1)) for chain in active]
@@ -94,7 +98,7 @@ class ModelDrafter(ModelBacked):
         return [chain.draft(self.model.backend.device) for chain in chains]
 
     def _open(self, row: int, request: DraftRequest) -> _Chain:
-        return _Chain(row, request, self.model.depth(request, self.stopper.length(request.id)))
+        return _Chain(row, request, request.budget.within(self.model.depth(request, self.stopper.length(request.id))))
 
     def _promising(self, active: list[_Chain], outputs: Sequence[FeedOutput]) -> tuple[list[_Chain], list[FeedOutput]]:
         """End chains by the predictions for their next tokens, of which none is drawn yet; return the others."""
@@ -107,6 +111,21 @@ class ModelDrafter(ModelBacked):
             else:
                 going.append((chain, output))
         return [chain for chain, _ in going], [output for _, output in going]
+
+    @staticmethod
+    def _admitted(active: list[_Chain], outputs: list[FeedOutput]) -> tuple[list[_Chain], list[FeedOutput]]:
+        """End chains whose next tokens are beyond the round's budget, none of them drawn yet; return the others."""
+        if not active:
+            return active, outputs
+        going = active[0].request.budget.admit(
+            [chain.request.id for chain in active],
+            [chain.size - len(chain.tokens) for chain in active],
+            [output.logits[-1] for output in outputs],
+        )
+        for chain, goes in zip(active, going, strict=True):
+            if not goes:
+                chain.size = len(chain.tokens)
+        return list(compress(active, going)), list(compress(outputs, going))
 
     def _extend(
         self, active: list[_Chain], outputs: Sequence[FeedOutput], rng: RoundRng, step: int

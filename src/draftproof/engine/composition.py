@@ -94,6 +94,21 @@ def incompatible_reason(drafter: DrafterTraits, verifier: VerifierTraits) -> str
     return None
 
 
+def unbounded_reason(drafter: Drafter, verifier: Verifier) -> str | None:
+    """Why the drafted tokens of a round cannot be bounded with these parts; None where they can."""
+    if drafter.branching:
+        return (
+            f"draft_budget chooses among single chains, and drafter {drafter.name} drafts trees: leave it out, or use "
+            "a drafter of one chain"
+        )
+    if verifier.constant_length:
+        return (
+            f"rule {verifier.name} is exact only for drafts of constant length, and draft_budget makes lengths vary: "
+            "leave one of them out"
+        )
+    return None
+
+
 def no_rollback_reason(target: Backend) -> str:
     """Why nothing can be drafted for a target, in words; empty where drafts can be taken back."""
     if target.capabilities.rollback:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,6 +35,7 @@ class DrafterContext:
         bits: of the weights of a head, where they are quantized; the draft model is quantized already.
         rule: that will verify the drafts; None where it is not known.
         ready: the stopper itself, where it is made already.
+        budget: drafted tokens of a round, over all its requests.
     """
 
     target: Backend
@@ -46,6 +48,7 @@ class DrafterContext:
     bits: int | None = None
     rule: Verifier | None = None
     ready: Stopper | None = None
+    budget: float = math.inf
 
     def ends(self) -> Stopper:
         """The stopper."""
@@ -119,4 +122,4 @@ def assuming(parts: DrafterContext, passes: PassCosts) -> Auto:
     """The stopper `auto` of a drafter, with what can be assumed before anything is known."""
     share = parts.part.share(parts, parts.argument)
     costs = LearnedCosts(replace(UNKNOWN, draft=share + UNKNOWN.token), passes)
-    return Auto(costs, assumed=parts.part.rates, catches_up=parts.part.catches_up)
+    return Auto(costs, assumed=parts.part.rates, catches_up=parts.part.catches_up, most=parts.budget)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -158,10 +159,12 @@ class Engine(DecodingLoop):
             top_k=made.draft_top_k,
             bits=bits,
             rule=rule,
+            budget=float(made.draft_budget or math.inf),
         )
         traits = DrafterTraits.of(part)
         chosen = rule or make_verifier(DEFAULT_TREE_VERIFIER if traits.branching else DEFAULT_VERIFIER)
-        by_clock = rule is None and traits.depends_on_clock and not traits.branching
+        varies = traits.depends_on_clock or made.draft_budget is not None
+        seeded = rule is None and varies and not traits.branching
         defaults = target.facts.sampling_defaults if made.generation_config == "auto" else {}
         engine = cls(
             target,
@@ -173,7 +176,8 @@ class Engine(DecodingLoop):
             kv_memory=made.kv_memory,
             prefix_reuse=made.prefix_reuse,
             default_params=default_params(defaults, target.name),
-            seeded_verifier=make_verifier(SEEDED_VERIFIER) if by_clock else None,
+            seeded_verifier=make_verifier(SEEDED_VERIFIER) if seeded else None,
+            draft_budget=made.draft_budget,
         )
         engine.keep_costs()
         engine._draft = draft

@@ -16,6 +16,7 @@ from draftproof.backends.base import Backend, Feed, FeedOutput, unread
 from draftproof.backends.cache.passes import PREFILL_CHUNK
 from draftproof.draft import Draft, Verdict
 from draftproof.drafters.base import Drafter, PreparedDrafter, SessionDrafter
+from draftproof.engine.composition import unbounded_reason
 from draftproof.engine.intake import UNBOUNDED, RequestIntake
 from draftproof.engine.memory import MemoryUse, read_bytes
 from draftproof.engine.prompts import Prompt, as_prompts
@@ -28,6 +29,7 @@ from draftproof.finish import Finish
 from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, RoundRng, SplitRoundRng
 from draftproof.sampling import LogitsCheck, SamplingParams, probabilities
 from draftproof.stoppers.base import RoundTime
+from draftproof.stoppers.budget import DraftBudget
 from draftproof.verifiers.base import Verifier
 
 RoundRngFactory = Callable[[Sequence[int], Sequence[int]], RoundRng]
@@ -50,6 +52,8 @@ class DecodingLoop(RequestIntake):
             and one that can never fit is refused. None: no limit.
         prefix_reuse: whether a prompt that begins like another one, running or ended, takes over what was read of it.
         seeded_verifier: the rule of requests that sample with a seed of their own; by default `verifier`.
+        draft_budget: drafted tokens of a round, over all its requests; None for no bound. Before each token is drawn,
+            those that are likeliest to be accepted are chosen.
         round_rng: makes a round's randomness from the rows' seeds and rounds, or for a rule with shared noise from the
             rows' seeds and places; default what the rule needs. Tests pass an EnumeratingRng.
 
@@ -72,6 +76,7 @@ class DecodingLoop(RequestIntake):
         default_params: SamplingParams | None = None,
         round_rng: RoundRngFactory | None = None,
         seeded_verifier: Verifier | None = None,
+        draft_budget: int | None = None,
     ) -> None:
         super().__init__(
             target,
@@ -85,6 +90,9 @@ class DecodingLoop(RequestIntake):
         if max_batch < 1:
             raise UserError(f"max_batch: expected 1 or more, got {max_batch}")
         self.max_batch = max_batch
+        self._budget = DraftBudget(draft_budget)
+        if draft_budget is not None and (why := unbounded_reason(self.drafter, self.verifier)):
+            raise UserError(why)
         self._round_rng = round_rng
         self._checks = LogitsCheck()
         self._threads = ThreadCount(
@@ -120,6 +128,7 @@ class DecodingLoop(RequestIntake):
         request.leave()
         self.scheduler.end(request, well=request.error is None)
         self.drafter.release(request.id)
+        self._budget.release(request.id)
         request.verifier_state = None  # callers may keep requests for long
         if not self.busy:
             self.idle()
@@ -195,9 +204,11 @@ class DecodingLoop(RequestIntake):
         rows, seconds = plan.rows, Seconds()
         rng = self._rng(rows)
         with seconds.measure("draft"):
-            requests = [row.draft_request(self._draft_limit(row)) for row in rows]
+            self._budget.begin()
+            requests = [row.draft_request(self._draft_limit(row), self._budget) for row in rows]
             proposed = self.drafter.propose(requests, rng) if rows else []
-            drafts = [_legal_part(*each).to(self.target.device) for each in zip(rows, proposed, strict=True)]
+            legal = [_legal_part(*each).to(self.target.device) for each in zip(rows, proposed, strict=True)]
+            drafts = self._budget.cut([row.id for row in rows], legal)
         drafting = seconds.draft
         with seconds.measure("target"):
             feeds = [self._feed(row, draft) for row, draft in zip(rows, drafts, strict=True)]
@@ -284,6 +295,7 @@ class DecodingLoop(RequestIntake):
 
     def _commit(self, row: Request, draft: Draft, output: FeedOutput, verdict: Verdict) -> None:
         self.drafter.observe(row.id, draft.depth, len(verdict.path))
+        self._budget.observe(row.id, draft.depth, len(verdict.path))
         try:
             with blamed_on(row.id):
                 cut = row.commit(draft, verdict, output.logits)

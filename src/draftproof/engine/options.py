@@ -14,6 +14,7 @@ from draftproof.backends.loading.options import draft_dtype as read_draft_dtype
 from draftproof.engine.memory import read_bytes
 from draftproof.engine.registry import make_stopper, make_verifier
 from draftproof.errors import UserError
+from draftproof.stoppers.budget import DraftBudget
 from draftproof.verifiers.base import Verifier
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -35,9 +36,12 @@ class EngineOptions:
             so far; "fixed:4" for rules that need constant lengths.
         verifier: the verification rule. Default "block", and "trie_block" for drafters of several drafts. Without a
             name, requests that sample with a seed are verified by "gumbel" where drafts depend on the time of earlier
-            rounds: then a seed gives the same text whatever is drafted.
+            rounds or on other requests: then a seed gives the same text whatever is drafted.
         draft_temperature: temperature of the draft alone; the output distribution stays the target's.
         draft_top_k: top-k of the draft alone; the output distribution stays the target's.
+        draft_budget: drafted tokens that a round may have over all its requests, given to those that are likeliest to
+            be accepted; for drafters of single chains. Without it each request's stopper decides alone, and "auto" for
+            all together.
         dtype: number format of both models: auto, float32, bfloat16 or float16.
         draft_dtype: another number format for the draft; int8 or int4 quantize the draft model or feature head.
         device: where both models are: cpu, cuda, cuda:1; without it an accelerator if there is one. "auto", or in
@@ -75,6 +79,7 @@ class EngineOptions:
     verifier: str | None = None
     draft_temperature: float | None = None
     draft_top_k: int | None = None
+    draft_budget: int | None = None
     dtype: str = "auto"
     draft_dtype: str = "auto"
     device: str | Mapping[str, Any] | None = None
@@ -102,6 +107,7 @@ class EngineOptions:
         if self.weights not in WEIGHTS:
             raise UserError(f"weights: expected one of {', '.join(WEIGHTS)}, got {self.weights!r}")
         read_bytes(self.kv_memory)
+        DraftBudget(self.draft_budget)
         if self.verifier is not None:
             make_verifier(self.verifier)
         if self.stopper is not None:

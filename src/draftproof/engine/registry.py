@@ -5,6 +5,8 @@ Parsing, help texts, the table of compositions, the benchmark and the documentat
 
 from __future__ import annotations
 
+import math
+
 from draftproof.backends.base import Backend
 from draftproof.drafters.base import Drafter
 from draftproof.engine.composition import no_rollback_reason
@@ -75,6 +77,7 @@ def make_drafter(
     top_k: int | None = None,
     bits: int | None = None,
     rule: Verifier | None = None,
+    budget: float = math.inf,
 ) -> Drafter:
     """A drafter by name; without a name, what is at hand for the target (`auto`).
 
@@ -87,6 +90,7 @@ def make_drafter(
         top_k: of the draft; None for the request's.
         bits: of quantized weights of the draft model or the head; None for weights of a float type.
         rule: that will verify, where it is known.
+        budget: drafted tokens of a round, over all its requests.
 
     Raises:
         UserError: unknown name, a draft model missing or left over, or bits where nothing has weights of its own.
@@ -109,4 +113,5 @@ def make_drafter(
             f"or choose drafter quantized:{bits}, the target with such weights"
         )
     changes = {"temperature": temperature, "top_k": top_k}
-    return part.make(DrafterContext(target, draft, stopper, spec, part, argument, changes, bits, rule), argument)
+    context = DrafterContext(target, draft, stopper, spec, part, argument, changes, bits, rule, budget=budget)
+    return part.make(context, argument)

@@ -19,6 +19,7 @@ from draftproof.errors import RequestError
 from draftproof.finish import Cut, Cutter
 from draftproof.reasoning import Reasoning
 from draftproof.sampling import SHAPING, SamplingParams, TokenLogprob, Transforms, probabilities, top_logprobs
+from draftproof.stoppers.budget import UNLIMITED, DraftBudget
 from draftproof.verifiers.base import Verifier
 
 
@@ -249,7 +250,7 @@ class Request:
         if known < len(tokens):
             self.prompt_logprobs += top_logprobs(logits[known:], tokens[known:], self.params.prompt_logprobs)
 
-    def draft_request(self, limit: int) -> DraftRequest:
+    def draft_request(self, limit: int, budget: DraftBudget = UNLIMITED) -> DraftRequest:
         """The part of the request that the drafter gets."""
         return DraftRequest(
             self.id,
@@ -261,6 +262,7 @@ class Request:
             self.prediction,
             self.cache_salt,
             self.share_text,
+            budget,
         )
 
     def contexts(self, draft: Draft) -> tuple[list[int], Sequence[Sequence[int]]]:

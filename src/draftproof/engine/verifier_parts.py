@@ -21,7 +21,7 @@ from draftproof.verifiers.trie import (
 )
 
 DEFAULT_VERIFIER, DEFAULT_TREE_VERIFIER = "block", "trie_block"
-SEEDED_VERIFIER = "gumbel"  # of requests with a seed whose drafts depend on a clock
+SEEDED_VERIFIER = "gumbel"  # of requests with a seed whose drafts depend on a clock or on other requests
 
 
 def _rule(make: Callable[..., Verifier], about: str, *, argument: str = "", example: str = "") -> VerifierPart:

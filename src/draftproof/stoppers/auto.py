@@ -12,6 +12,9 @@ any batch.
 from __future__ import annotations
 
 import functools
+import heapq
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +72,7 @@ class Auto(StopperBase):
         name: the stopper's name.
         assumed: acceptance rates of a request before its first draft.
         catches_up: whether the draft model has a cache of its own, and must first read what others have drafted.
+        most: drafted tokens of a round, over all its requests.
 
     Raises:
         UserError: the limit is out of range.
@@ -85,6 +89,7 @@ class Auto(StopperBase):
         assumed: AcceptanceRates = ASSUMED,
         *,
         catches_up: bool = True,
+        most: float = math.inf,
     ) -> None:
         if not 1 <= limit <= MAX_LENGTH:
             raise UserError(f"stopper auto: expected a limit of 1 to {MAX_LENGTH}, got {limit}")
@@ -92,6 +97,7 @@ class Auto(StopperBase):
         self.costs = LearnedCosts() if costs is None else costs
         self.assumed = assumed
         self._catches_up = catches_up
+        self._most = most
         self.shared_rates = SharedRates() if isinstance(self.costs, LearnedCosts) else None
         self.plan: Plan | None = None  # of the current round, where its requests decide together
         self._rows: dict[int, RequestRates] = {}
@@ -175,10 +181,10 @@ class Auto(StopperBase):
     def _trial(self, members: Sequence[RequestRates], length: int, drafts: int = 1, rounds: int = 1) -> Plan | None:
         """A round with drafts of this length, or shorter ones, if so many of them may be lost to plain decoding."""
         costs, others = self.costs.at(self._batch), self._batch - len(members)
-        each = [tokens_by_length(*one.expected(drafts), self.limit) for one in members]
+        sums = _sums([tokens_by_length(*one.expected(drafts), self.limit) for one in members], self._most)
         allowance = None if self.learned is None else self.learned.passes.allowance
         for n in sorted({min(length, self.limit), min(2, length), 1}, reverse=True):
-            made, cost = (sum(tokens[n] for tokens in each) + others) / self._batch, costs.of(n, drafts) / costs.of(0)
+            made, cost = (sums[n] + others) / self._batch, costs.of(n, drafts, self._share) / costs.of(0)
             if allowance is None or allowance.affords(rounds * (cost - made), self._batch, short=n == 1):
                 return Plan(n, drafts, made / cost, needed=True)
         return None
@@ -273,6 +279,11 @@ class Auto(StopperBase):
         """Expected tokens of a round of this request with a draft of 0, 1, 2, ... tokens."""
         return tokens_by_length(*self._state(row).expected(drafts), self.limit)
 
+    @property
+    def _share(self) -> float:
+        """Drafted tokens that a request may have, on average."""
+        return self._most / self._batch
+
     def _choice(self, members: Sequence[RequestRates]) -> Plan:
         """What is best for these requests together."""
         numbers = [1 << power for power in range(self._most_drafts.bit_length()) if 1 << power < self._most_drafts]
@@ -284,12 +295,23 @@ class Auto(StopperBase):
             each: dict[int, list[tuple[float, ...]]] = {}
             for drafts, first, later in rates:
                 each.setdefault(drafts, []).append(tokens_by_length(first, later, self.limit))
-            sums = {drafts: [sum(column) for column in zip(*rows, strict=True)] for drafts, rows in each.items()}
+            sums = {drafts: _sums(rows, self._most) for drafts, rows in each.items()}
             costs = self.costs.at(self._batch)
-            length, drafts = best_round(costs, sums, GAIN)
-            gain = sums[drafts][length] / sums[drafts][0] * costs.of(0) / costs.of(length, drafts)
+            length, drafts = best_round(costs, sums, GAIN, self._share)
+            gain = sums[drafts][length] / sums[drafts][0] * costs.of(0) / costs.of(length, drafts, self._share)
             self._best[case] = Plan(length, drafts, gain if length else 1.0)
         return self._best[case]
+
+
+def _sums(each: Sequence[Sequence[float]], most: float) -> list[float]:
+    """Expected tokens of all requests together by the length of drafts, of which only the `most` likeliest are read."""
+    gained = [[now - before for before, now in itertools.pairwise(tokens)] for tokens in each]
+    longest = len(gained[0])
+    if len(each) * longest <= most:
+        return [sum(column) for column in zip(*each, strict=True)]
+    begun = sum(tokens[0] for tokens in each)
+    likeliest = [heapq.nlargest(int(most), itertools.chain(*(own[:n] for own in gained))) for n in range(longest + 1)]
+    return [begun + sum(chances) for chances in likeliest]
 
 
 @functools.lru_cache(maxsize=CACHE_SIZE)

@@ -6,6 +6,7 @@ round of n drafted tokens takes n draft passes and one target pass. `RoundCosts`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -50,11 +51,12 @@ class RoundCosts:
     more: float = 0.0
     begin: float = 0.0
 
-    def of(self, drafted: int, drafts: int = 1) -> float:
-        """Time of a round with `drafts` drafts of `drafted` tokens each."""
+    def of(self, drafted: int, drafts: int = 1, most: float = math.inf) -> float:
+        """Time of a round with `drafts` drafts of `drafted` tokens each, of which a request has at most `most`."""
         if not drafted:
             return self.target
-        return self.target + self.begin + drafted * (self.draft + (drafts - 1) * self.more + drafts * self.token)
+        each = self.draft + (drafts - 1) * self.more + drafts * self.token
+        return self.target + self.begin + drafted * each - max(drafts * drafted - most, 0.0) * self.token
 
     def at(self, rows: int) -> RoundCosts:  # noqa: ARG002
         """The same costs for any number of requests in a round."""
@@ -160,7 +162,9 @@ def expected_tokens(first: float, later: float, longest: int = 64) -> tuple[floa
     return (1.0, *(1 + first * iid_block_efficiency(later, n - 1) for n in range(1, longest + 1)))
 
 
-def best_round(costs: RoundCosts, tokens: Mapping[int, Sequence[float]], gain: float = 1.0) -> tuple[int, int]:
+def best_round(
+    costs: RoundCosts, tokens: Mapping[int, Sequence[float]], gain: float = 1.0, most: float = math.inf
+) -> tuple[int, int]:
     """The length and the number of drafts with the most tokens per second.
 
     It is (0, 1), plain decoding, if the best speed is not more than `gain` times that of plain decoding. Of equal
@@ -171,11 +175,12 @@ def best_round(costs: RoundCosts, tokens: Mapping[int, Sequence[float]], gain: f
         tokens: for each number of drafts, the expected tokens of a round with drafts of 0, 1, 2, ... tokens, summed
             over the requests of the round.
         gain: required speed relative to plain decoding.
+        most: drafted tokens of a request, on average.
     """
-    best, most = (0, 1), gain * next(iter(tokens.values()))[0] / costs.of(0)
+    best, highest = (0, 1), gain * next(iter(tokens.values()))[0] / costs.of(0)
     for drafts, sums in tokens.items():
         for n, made in enumerate(sums[1:], start=1):
-            speed = made / costs.of(n, drafts)
-            if speed > most:
-                best, most = (n, drafts), speed
+            speed = made / costs.of(n, drafts, most)
+            if speed > highest:
+                best, highest = (n, drafts), speed
     return best
