@@ -23,6 +23,7 @@ from torch import Tensor
 
 from draftproof.errors import UserError, reason
 from draftproof.native import build as library
+from draftproof.native import threads
 from draftproof.native.operations import Operations
 from draftproof.native.tensors import UNITS, Interleaved
 
@@ -55,6 +56,7 @@ def _operations(value: str, dtype: torch.dtype) -> Operations | None:
         raise UserError(f"{VARIABLE}: expected one of {', '.join(LEGAL)}, got {value!r}")
     if value == "0":
         return None
+    threads.kind()  # a wrong value is an error
     try:
         level, loaded = library.load_best(library.choose(None if value in ("auto", "1") else value))
         if value == "auto":
