@@ -6,7 +6,9 @@
 Zig's C compiler makes the libraries: the command of the variable ZIG, else the package `ziglang`, which is downloaded
 into a temporary folder where it is not installed. Each wheel is opened again: every level of the system must be there,
 for its kind of processor, in its system's format. A wheel for this system is also installed into a folder, and its
-library must compute in a process that finds no compiler.
+library must compute in a process that finds no compiler. Where there is QEMU (qemu-user, and the C library of Debian's
+gcc-aarch64-linux-gnu) or Wine (the command of the variable WINE, else wine64), all libraries for it run functions on
+their own threads (scripts/emulate/wheel.c), with the same bits for each number of threads.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import argparse
 import importlib.util
 import os
 import platform
+import shlex
+import shutil
 import struct
 import subprocess
 import sys
@@ -40,6 +44,12 @@ LEVELS = {
     "arm64-macos": _ARM,
     "x86_64-windows": _X86,
 }
+DRIVER = ROOT / "scripts" / "emulate" / "wheel.c"
+QEMU = ["qemu-aarch64", "-cpu", "max", "-L", "/usr/aarch64-linux-gnu"]
+RUNNERS = {  # and the system's name for Zig
+    "aarch64-linux": ("aarch64-linux-gnu", QEMU),
+    "x86_64-windows": ("x86_64-windows-gnu", shlex.split(os.environ.get("WINE") or "wine64")),
+}
 USE = """
 from pathlib import Path
 from draftproof.native import build, dispatch
@@ -54,13 +64,17 @@ print(best.name, repr(out.text))
 """
 
 
+def zig_here() -> str | None:
+    """The command of Zig on this machine; None if there is none."""
+    found = importlib.util.find_spec("ziglang")
+    packaged = None if found is None or found.origin is None else str(Path(found.origin).parent / "zig")
+    return os.environ.get("ZIG") or packaged
+
+
 def zig(folder: Path) -> str:
     """The command of Zig; it is downloaded into the folder where there is none."""
-    if given := os.environ.get("ZIG"):
-        return given
-    found = importlib.util.find_spec("ziglang")
-    if found is not None and found.origin is not None:
-        return str(Path(found.origin).parent / "zig")
+    if (here := zig_here()) is not None:
+        return here
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", str(folder), PACKAGE], check=True)
     return str(folder / "ziglang" / "zig")
 
@@ -115,6 +129,30 @@ def use(wheel: Path) -> str:
         return subprocess.run(code, env=kept | there, check=True, capture_output=True, text=True).stdout.strip()
 
 
+def run(wheel: Path, system: str, command: str) -> str:
+    """Hashes of what a wheel's libraries compute, by level, or why that is not known.
+
+    Raises:
+        CalledProcessError: the bits of one depend on the number of threads.
+    """
+    if system not in RUNNERS:
+        return "not run"
+    target, runner = RUNNERS[system]
+    if shutil.which(runner[0]) is None:
+        return f"not run: {runner[0]} not found"
+    hashes = {}
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
+        program = str(Path(folder, "wheel.exe"))
+        subprocess.run([command, "cc", "-target", target, "-O1", str(DRIVER), "-o", program], check=True)
+        for name in archive.namelist():
+            if name.startswith("draftproof/native/built/"):
+                done = subprocess.run(
+                    [*runner, program, archive.extract(name, folder)], check=True, capture_output=True, text=True
+                )
+                hashes[Path(name).stem] = done.stdout.strip()
+    return f"run by {runner[0]}: {hashes}"
+
+
 def main() -> None:
     """Make and check the requested wheels, and print the sizes of what is in them."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -133,7 +171,9 @@ def main() -> None:
             parts = ", ".join(f"`{level}` {size / 1e6:.2f}" for level, size in sorted(sizes.items()))
             print(f"| `{wheel.name}` | {wheel.stat().st_size / 1e6:.2f} | {parts} |", flush=True)
             if system == here:
-                print(f"here: {use(wheel)}", file=sys.stderr)
+                print(f"{system}: {use(wheel)}", file=sys.stderr)
+            else:
+                print(f"{system}: {run(wheel, system, command)}", file=sys.stderr)
 
 
 if __name__ == "__main__":
