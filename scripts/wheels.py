@@ -146,10 +146,10 @@ def run(wheel: Path, system: str, command: str) -> str:
         subprocess.run([command, "cc", "-target", target, "-O1", str(DRIVER), "-o", program], check=True)
         for name in archive.namelist():
             if name.startswith("draftproof/native/built/"):
-                done = subprocess.run(
-                    [*runner, program, archive.extract(name, folder)], check=True, capture_output=True, text=True
-                )
-                hashes[Path(name).stem] = done.stdout.strip()
+                printed = Path(folder, "printed")  # no pipe: Wine's own processes would keep it open
+                with printed.open("w", encoding="utf-8") as file:
+                    subprocess.run([*runner, program, archive.extract(name, folder)], check=True, stdout=file)
+                hashes[Path(name).stem] = printed.read_text(encoding="utf-8").strip()
     return f"run by {runner[0]}: {hashes}"
 
 
