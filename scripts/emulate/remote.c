@@ -7,7 +7,6 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
-#include <omp.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
@@ -87,9 +86,6 @@ __attribute__((optimize("no-tree-loop-distribute-patterns"))) void *memset(void 
   return at;
 }
 
-extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned);
-extern void GOMP_barrier(void);
-
 int main(int given, char **words) {
   if (given != 3) return 2;
   void *library = dlopen(words[1], RTLD_NOW);
@@ -97,9 +93,6 @@ int main(int given, char **words) {
     fprintf(stderr, "%s\n", dlerror());
     return 1;
   }
-  void (*attach)(void *, void *, void *, void *);
-  *(void **)&attach = dlsym(library, "draftproof_attach");
-  attach((void *)GOMP_parallel, (void *)omp_get_thread_num, (void *)omp_get_num_threads, (void *)GOMP_barrier);
   before = mmap(0, (size_t)MOST * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   pthread_spin_init(&fetching, PTHREAD_PROCESS_PRIVATE);
   struct sigaction action = {.sa_sigaction = fetch, .sa_flags = SA_SIGINFO};

@@ -65,7 +65,7 @@ class EmulatedLibrary(ctypes.CDLL):
     def __init__(self, path: Path, processor: str) -> None:
         super().__init__(None)
         program = path.with_name("remote")
-        command = [COMPILER, "-O2", "-o", str(program), str(SOURCE), "-ldl", "-lgomp", "-lpthread"]
+        command = [COMPILER, "-O2", "-o", str(program), str(SOURCE), "-ldl", "-lpthread"]
         subprocess.run(command, check=True)
         self._owner = os.getpid()
         self._command = [
@@ -130,7 +130,7 @@ class _Function:
         self.restype: type | None = None
 
     def __call__(self, *given: object) -> int | None:
-        if self._name == "draftproof_attach":  # remote.c gives it the threads of its own process
+        if self._name == "draftproof_attach":  # it has its own threads in its own process
             return None
         numbers, reals = [], [0.0]
         for kind, value in zip(self.argtypes, given, strict=True):

@@ -15,17 +15,15 @@ something to do: a round takes twice as long then. So a team ends when its threa
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
+
+from draftproof.native.threads import openmp_function
 
 SUSPICIOUS = 100.0  # interruptions a second; a quiet machine has fewer (60 were seen), two busy neighbours make 250
 _WINDOW = 1.0  # seconds over which interruptions are counted: a quiet machine has many of them in some tenths
@@ -229,7 +227,7 @@ def release_team() -> None:
 
 
 def _end_team() -> None:
-    if torch.get_num_threads() > 1 and (pause := _omp("omp_pause_resource_all")) is not None:
+    if torch.get_num_threads() > 1 and (pause := openmp_function("omp_pause_resource_all")) is not None:
         pause(_SOFT)
 
 
@@ -238,17 +236,7 @@ def omp_set_num_threads() -> Callable[[int], None] | None:
 
     `torch.set_num_threads` would also change what threads that start later begin with.
     """
-    return _omp("omp_set_num_threads")
-
-
-@functools.cache
-def _omp(name: str) -> Callable[[int], Any] | None:
-    """A function of the OpenMP runtime that torch has loaded; None where it does not offer it."""
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        found: Callable[[int], Any] = getattr(library, name)
-    except (OSError, AttributeError):
-        return None
+    found: Callable[[int], None] | None = openmp_function("omp_set_num_threads")
     return found
 
 

@@ -1,9 +1,9 @@
 """The C library of native operations: the build for this processor, its source, and the checks before it is loaded.
 
-A wheel contains a build for each level of processor. A source install builds the one it needs at first use, with the
-machine's C compiler, and keeps it in `$DRAFTPROOF_HOME/native`. A kept library is code that will run. So it is loaded
-only if the folder and the file belong to the user, no other user may write them, and the hash of the file's content is
-the one in its name; otherwise it is built again.
+A wheel for one system contains a build for each level of its processors. Without them, on Linux, the one that is needed
+is built at first use with the machine's C compiler, and kept in `$DRAFTPROOF_HOME/native`. A kept library is code that
+will run. So it is loaded only if the folder and the file belong to the user, no other user may write them, and the hash
+of the file's content is the one in its name; otherwise it is built again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,9 @@ from draftproof.files import Store, own_folder
 
 SOURCES = Path(__file__).parent / "c"
 PACKAGED = Path(__file__).parent / "built"  # filled when a wheel is built
-_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared")
+SUFFIXES = {"linux": ".so", "darwin": ".dylib", "win32": ".dll"}  # of libraries, by `sys.platform`
+MACHINES = {"arm64": "aarch64", "AMD64": "x86_64"}  # of macOS and of Windows, by their names on Linux
+_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-pthread")
 _TIMEOUT = 300  # seconds for a compiler
 _KEPT = Store("native", most=16, most_bytes=256 << 20)  # libraries of earlier versions and other machines go
 _log = logging.getLogger(__name__)
@@ -47,7 +49,7 @@ class Level:
         name: that of the x86-64 psABI, where there is one; with Arm, instructions that products are made of.
         needs: flags that the processor must have, or its vendor.
         flags: for the compiler.
-        machine: as in `platform.machine`; None for any.
+        machine: as in `platform.machine` on Linux; None for any.
     """
 
     name: str
@@ -82,12 +84,29 @@ LEVELS = (  # best first
 )
 
 
-# Linux, arch/arm64/include/uapi/asm/hwcap.h: flags as bits of the numbers 16 and 26 (AT_HWCAP, AT_HWCAP2) of getauxval.
+# Flags of Arm. Linux, arch/arm64/include/uapi/asm/hwcap.h: bits of the numbers 16 and 26 (AT_HWCAP, AT_HWCAP2)
+# of getauxval. macOS: names for sysctlbyname (Apple, "Determining Instruction Set Characteristics").
 _ARM_FLAGS = {"asimd": (16, 1), "asimddp": (16, 20), "i8mm": (26, 13), "bf16": (26, 14)}
+_APPLE_FLAGS = {"asimd": "AdvSIMD", "asimddp": "arm.FEAT_DotProd", "i8mm": "arm.FEAT_I8MM", "bf16": "arm.FEAT_BF16"}
+# The names of `torch.cpu.get_capabilities` where they are not those of Linux without underscores.
+_TORCH_FLAGS = {"fma3": "fma"} | {name: name for name in ("avx512_vnni", "avx512_bf16")}
+
+
+def machine() -> str:
+    """The kind of processor, by its name on Linux."""
+    return MACHINES.get(platform.machine(), platform.machine())
 
 
 def processor() -> frozenset[str]:
     """The flags of this processor with their Linux names, and its vendor; empty where they are not known."""
+    if sys.platform == "win32":
+        import torch
+
+        found = {name for name, has in torch.cpu.get_capabilities().items() if has is True}
+        flags = (_TORCH_FLAGS.get(name, name.replace("_", "")) for name in found if not name.startswith("amx"))
+        return frozenset((*flags, platform.processor().rpartition(", ")[-1]))
+    if sys.platform == "darwin":
+        return frozenset(flag for flag, name in _APPLE_FLAGS.items() if _apple_says(f"hw.optional.{name}"))
     if platform.machine() == "aarch64":
         ask = ctypes.CDLL(None).getauxval
         ask.argtypes = [ctypes.c_ulong]
@@ -101,14 +120,20 @@ def processor() -> frozenset[str]:
     return frozenset(" ".join(found).split())
 
 
+def _apple_says(name: str) -> bool:
+    value, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    failed = ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
+    return not failed and value.value == 1
+
+
 def choose(name: str | None = None) -> list[Level]:
     """The levels that run here, best first, or only the level with this name.
 
     Raises:
-        UnavailableError: the system is not Linux, or this processor cannot run the level.
+        UnavailableError: they do not exist for this system, or this processor cannot run the level.
     """
-    if sys.platform != "linux":
-        raise UnavailableError(f"they are for Linux, and this is {sys.platform}")
+    if sys.platform not in SUFFIXES:
+        raise UnavailableError(f"they are for Linux, macOS and Windows, and this is {sys.platform}")
     if name is None:
         return [level for level in LEVELS if _why_not(level) is None]
     found = level_named(name)
@@ -131,8 +156,8 @@ def level_named(name: str) -> Level:
 
 def _why_not(level: Level) -> str | None:
     """Why a level does not run here; None if it does."""
-    if level.machine not in (None, platform.machine()):
-        return f"{level.name} is for {level.machine}, and this is {platform.machine()}"
+    if level.machine not in (None, machine()):
+        return f"{level.name} is for {level.machine}, and this is {machine()}"
     if missing := level.needs - processor():
         return f"{level.name} needs {', '.join(sorted(missing))}, which this processor lacks"
     if "amx_tile" in level.needs and not _tiles_allowed():
@@ -170,15 +195,17 @@ def load(level: Level) -> ctypes.CDLL:
     """Load the library of a level: from the package, else from an earlier build, else built now.
 
     Raises:
-        UnavailableError: there is no C compiler.
+        UnavailableError: there is no C compiler, or the system is not Linux and the package has no library for it.
         UserError: no compiler could build it, or the build cannot be loaded.
     """
-    packaged = PACKAGED / f"{level.name}.so"
+    packaged = PACKAGED / f"{level.name}{SUFFIXES[sys.platform]}"
     if packaged.exists():
         try:
             return ctypes.CDLL(str(packaged))
         except OSError as error:
-            _log.warning("the packaged library %s cannot be loaded (%s): building another", packaged, reason(error))
+            _log.warning("the packaged library %s cannot be loaded: %s", packaged, reason(error))
+    if sys.platform != "linux":
+        raise UnavailableError(f"the package has no library for {level.name} on {sys.platform}: install its wheel")
     for kept in _kept(level):
         try:
             return ctypes.CDLL(str(kept))
@@ -250,24 +277,27 @@ def build(level: Level) -> tuple[str, bytes]:
     return f"{_digest(level)}-{hashlib.sha256(content).hexdigest()[:32]}.so", content
 
 
-def compile_library(out: Path, level: Level, *, extra: tuple[str, ...] = ()) -> None:
+def compile_library(
+    out: Path, level: Level, *, extra: tuple[str, ...] = (), compilers: Sequence[list[str]] | None = None
+) -> None:
     """Compile the library of a level with the first C compiler that can.
 
     Args:
         out: the file to write.
         level: of the processors that it is for.
         extra: further flags for the compiler.
+        compilers: commands to try; None for those of this machine.
 
     Raises:
         UnavailableError: no C compiler was found.
         UserError: all of them failed, with their messages.
     """
-    found, failures = list(_compilers()), []
+    found, failures = list(_compilers() if compilers is None else compilers), []
     if not found:
         raise UnavailableError("no C compiler was found (CC, cc, gcc, clang)")
     for compiler in found:
-        source = str(SOURCES / "native.c")
-        command = [*compiler, *_FLAGS, *level.flags, *extra, source, "-lm", "-o", str(out)]
+        sources = map(str, sorted(SOURCES.glob("*.c")))
+        command = [*compiler, *_FLAGS, *level.flags, *extra, *sources, "-lm", "-o", str(out)]
         try:
             done = subprocess.run(  # noqa: S603 - the user's own compiler on our own source
                 command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT, check=False

@@ -2,7 +2,7 @@
 
 A row's outputs are the same bits whatever other rows are in the batch, so a token's logits do not depend on the batch
 in which it is verified. docs/log.md has their speed. The variable DRAFTPROOF_NATIVE may be
-    auto    (the default) the best build for this processor, on Linux; not for bfloat16 where the processor has a matrix
+    auto    (the default) the best build for this processor; not for bfloat16 where the processor has a matrix
             unit (AMX) and the build does not use it, since oneDNN does. Elsewhere torch's operations are used, with a
             warning where the build fails or its results are wrong;
     0       never;
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from draftproof.errors import UserError, reason
 from draftproof.native import build as library
+from draftproof.native import threads
 from draftproof.native.operations import Operations
 from draftproof.native.tensors import UNITS, Interleaved
 
@@ -55,6 +56,7 @@ def _operations(value: str, dtype: torch.dtype) -> Operations | None:
         raise UserError(f"{VARIABLE}: expected one of {', '.join(LEGAL)}, got {value!r}")
     if value == "0":
         return None
+    threads.kind()  # a wrong value is an error
     try:
         level, loaded = library.load_best(library.choose(None if value in ("auto", "1") else value))
         if value == "auto":

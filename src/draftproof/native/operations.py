@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from draftproof.native.structures import (
     quantized_inputs_size,
 )
 from draftproof.native.tensors import LANES, UNITS, Interleaved, MeasuredInputs, Quantized, require, require_quantizable
+from draftproof.native.threads import attach_threads
 
 MOST_DIM, BLOCK, PIECE = 256, 512, 1 << 14  # as in native.c
 MOST_EXPERTS = 1024  # as in native.c
@@ -68,7 +68,7 @@ class Operations:
         self._unit = UNITS[dtype]
         attach_threads(library)
         pointer: Any = ctypes.c_void_p
-        number: Any = ctypes.c_long
+        number: Any = ctypes.c_int64
         real: Any = ctypes.c_float
         suffix = _SUFFIXES[dtype]
 
@@ -669,15 +669,3 @@ class Operations:
         addresses = (each.data_ptr() for each in (weights, keys, found, times, ids))
         self._race(*addresses, rows, dim, torch.get_num_threads())
         return found
-
-
-def attach_threads(library: ctypes.CDLL) -> None:
-    """Make the library run on torch's own OpenMP threads.
-
-    Raises:
-        AttributeError: this build of torch has another runtime.
-    """
-    theirs = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    library.draftproof_attach.argtypes = [ctypes.c_void_p] * 4
-    names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
-    library.draftproof_attach(*(ctypes.cast(getattr(theirs, name), ctypes.c_void_p) for name in names))

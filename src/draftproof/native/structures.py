@@ -86,8 +86,8 @@ class AttentionArguments(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("fused", "cos", "sin", "keys", "values", "places", "visible", "mask")),
         *((name, ctypes.c_void_p) for name in ("out", "scratch", "sinks")),
-        *((name, ctypes.c_long) for name in ("rows", "tokens", "heads", "key_heads", "dim", "capacity", "horizon")),
-        *((name, ctypes.c_long) for name in ("angles", "columns", "scratch_size", "copied", "divided")),
+        *((name, ctypes.c_int64) for name in ("rows", "tokens", "heads", "key_heads", "dim", "capacity", "horizon")),
+        *((name, ctypes.c_int64) for name in ("angles", "columns", "scratch_size", "copied", "divided")),
         ("scale", ctypes.c_float),
         ("cap", ctypes.c_float),
     ]
@@ -189,7 +189,7 @@ def _require_fitting(cos: Tensor, sin: Tensor, shape: Sequence[int], mask: PassM
 
 
 class _GGMLSegment(ctypes.Structure):
-    _fields_: ClassVar = [("weight", ctypes.c_void_p), ("outs", ctypes.c_long), ("type", ctypes.c_long)]
+    _fields_: ClassVar = [("weight", ctypes.c_void_p), ("outs", ctypes.c_int64), ("type", ctypes.c_int64)]
 
 
 class LinearArguments(ctypes.Structure):
@@ -197,14 +197,14 @@ class LinearArguments(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
-        *((name, ctypes.c_long) for name in ("bits", "group")),
+        *((name, ctypes.c_int64) for name in ("bits", "group")),
     ]
 
 
 class GGMLArguments(ctypes.Structure):
     """The C structure `ggml_matrix` of ggml.h: a matrix, or several whose outputs follow one another."""
 
-    _fields_: ClassVar = [("count", ctypes.c_long), ("of", _GGMLSegment * GGML_SEGMENTS)]
+    _fields_: ClassVar = [("count", ctypes.c_int64), ("of", _GGMLSegment * GGML_SEGMENTS)]
 
 
 class MixtureArguments(ctypes.Structure):
@@ -213,8 +213,8 @@ class MixtureArguments(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, LinearArguments) for name in ("router", "gate_up", "down")),
         *((name, LinearArguments) for name in ("shared_router", "shared_gate_up", "shared_down")),
-        *((name, ctypes.c_long) for name in ("size", "experts", "chosen", "inner", "shared_inner")),
-        *((name, ctypes.c_long) for name in ("whole", "activation")),
+        *((name, ctypes.c_int64) for name in ("size", "experts", "chosen", "inner", "shared_inner")),
+        *((name, ctypes.c_int64) for name in ("whole", "activation")),
         ("factor", ctypes.c_float),
     ]
 
@@ -234,7 +234,7 @@ class LayerArguments(ctypes.Structure):
         *((name, LinearArguments) for name in ("qkv", "out", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("before", "mixed", "between", "made", "turned", "sinks")),
         ("mixture", ctypes.POINTER(MixtureArguments)),
-        *((name, ctypes.c_long) for name in ("size", "inner", "whole", "activation")),
+        *((name, ctypes.c_int64) for name in ("size", "inner", "whole", "activation")),
         *((f"{name}_least", ctypes.c_float) for name in ("before", "mixed", "between", "made", "turned")),
         ("factor", ctypes.c_float),
     ]

@@ -11,6 +11,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
@@ -37,6 +38,10 @@
 
 #if defined(WITH_AVX512) && (defined(WIDE_PRODUCTS) || !defined(WITH_BF16))
 #define WITH_WIDE /* products of bfloat16 numbers are made of float32 ones */
+#endif
+
+#ifdef _WIN32
+#define long long long /* sizes: its own `long` has 32 bits */
 #endif
 
 #define INLINE static inline __attribute__((always_inline))

@@ -3,25 +3,21 @@
    argument before it calls one. */
 
 #include "lanes.h"
+#include "parallel.h"
 
 enum { AHEAD = 3584, SMALL = 1 << 16, BLOCK = 512, MOST_DIM = 256, MOST_EXPERTS = 1024 };
 enum { SILU, GELU, CLAMPED }; /* activations of gates, as ACTIVATIONS of native/operations.py */
 
-typedef void (*part_fn)(void *);
-typedef void (*parallel_fn)(part_fn, void *, unsigned, unsigned);
-typedef int (*number_fn)(void);
-typedef void (*barrier_fn)(void);
+static parallel_fn parallel = pool_parallel;
+static number_fn thread_number = pool_number, thread_count = pool_count;
+static barrier_fn barrier = pool_barrier;
 
-/* The OpenMP runtime that torch runs on, by its stable entry points: a second one's threads would fight the first's. */
-static parallel_fn parallel;
-static number_fn thread_number, thread_count;
-static barrier_fn barrier;
-
-void draftproof_attach(parallel_fn with, number_fn number, number_fn count, barrier_fn wait) {
-  parallel = with;
-  thread_number = number;
-  thread_count = count;
-  barrier = wait;
+/* Run regions on torch's OpenMP from now on, or on the pool if `with` is 0. */
+void draftproof_attach(parallel_fn with, number_fn own, number_fn count, barrier_fn wait) {
+  parallel = with ? with : pool_parallel;
+  thread_number = with ? own : pool_number;
+  thread_count = with ? count : pool_count;
+  barrier = with ? wait : pool_barrier;
 }
 
 /* How far behind a line of weights the line lies that is fetched while it is used. Some blocks are read side by side; behind

@@ -4,8 +4,6 @@
    long as four on float32 numbers, which do twice its work. So inputs are widened once, into memory of the thread, and
    weights after they are loaded, once for all rows of a tile. Sums are those of `add_product_bfloat16`, in its order. */
 
-#include <stdlib.h>
-
 enum { WIDE_BYTES = 1 << 20 }; /* of widened rows that are kept near while all weights pass by */
 
 INLINE void tile_of_wide(const product_bfloat16 *p, const float *x, long row, long block, const int rows,

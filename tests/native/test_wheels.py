@@ -1,0 +1,123 @@
+"""Wheels with libraries: their names and what is in them, which scripts/wheels.py checks; what is taken from them."""
+
+import ctypes
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from draftproof.native import build as library
+from support.native_levels import LEVELS
+
+ROOT = Path(__file__).resolve().parents[2]
+_spec = importlib.util.spec_from_file_location("wheels", ROOT / "scripts" / "wheels.py")
+wheels = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(wheels)
+
+
+def library_file(system):
+    """The beginning of a library of a system, as its format wants it."""
+    _, _, beginnings = wheels.SYSTEMS[system]
+    start = 64 if system.endswith("windows") else 0
+    made = bytearray(b"MZ" + bytes(58) + start.to_bytes(4, "little") + bytes(64) if start else bytes(64))
+    for place, expected in beginnings.items():
+        made[start + place : start + place + len(expected)] = expected
+    return bytes(made) + b"draftproof_attach"
+
+
+def wheel(folder, system, files=None):
+    """A wheel with only libraries; `files` replaces some of them, None leaves one out."""
+    tag, suffix, _ = wheels.SYSTEMS[system]
+    made = {f"{level}{suffix}": library_file(system) for level in wheels.LEVELS[system]} | (files or {})
+    path = folder / f"draftproof-1-py3-none-{tag}.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in made.items():
+            if content is not None:
+                archive.writestr(f"draftproof/native/built/{name}", content)
+    return path
+
+
+@pytest.mark.parametrize("system", wheels.SYSTEMS)
+def test_wheels_that_are_whole_pass(system, tmp_path):
+    assert wheels.check(wheel(tmp_path, system), system).keys() == wheels.LEVELS[system]
+
+
+def test_the_levels_are_those_of_the_library():
+    """By hand in the script; none is forgotten."""
+    named = set().union(*wheels.LEVELS.values())
+    assert named == {level.name for level in library.LEVELS}
+
+
+WRONG = {
+    "another system": {"x86-64-v3.so": library_file("aarch64-linux")},
+    "a level missing": {"x86-64-v3.so": None},
+    "a level too many": {"neon.so": library_file("x86_64-linux")},
+    "without functions": {"portable.so": library_file("x86_64-linux").replace(b"attach", b"atta")},
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_wheels_that_are_not_are_refused(mistake, tmp_path):
+    with pytest.raises(ValueError, match=r"is not a library|missing or too many|does not have the functions"):
+        wheels.check(wheel(tmp_path, "x86_64-linux", WRONG[mistake]), "x86_64-linux")
+
+
+def test_a_wheel_with_another_name_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="expected a wheel for win_amd64"):
+        wheels.check(wheel(tmp_path, "x86_64-linux"), "x86_64-windows")
+
+
+# --- what is taken from a wheel ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "has", "best"),
+    [
+        ("darwin", "arm64", {"AdvSIMD", "arm.FEAT_DotProd"}, "neon-dotprod"),
+        ("darwin", "arm64", {"AdvSIMD", "arm.FEAT_DotProd", "arm.FEAT_I8MM", "arm.FEAT_BF16"}, "neon-i8mm-bf16"),
+        ("win32", "AMD64", {"avx2", "fma3", "f16c"}, "x86-64-v3"),
+        ("win32", "AMD64", {"avx2", "fma3", "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq"}, "x86-64-v4"),
+        ("win32", "AMD64", set(), "portable"),
+    ],
+)
+def test_levels_of_other_systems(system, machine, has, best, monkeypatch, tmp_path):
+    import torch
+
+    monkeypatch.setattr(library.sys, "platform", system)
+    monkeypatch.setattr(library.platform, "machine", lambda: machine)
+    monkeypatch.setattr(library.platform, "processor", lambda: "Intel64 Family 6 Model 85 Stepping 4, GenuineIntel")
+    monkeypatch.setattr(library, "_apple_says", lambda name: name.removeprefix("hw.optional.") in has)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": "x", **dict.fromkeys(has, True)})
+    monkeypatch.setattr(library, "PACKAGED", tmp_path)
+    level = library.choose()[0]
+    assert level.name == best
+    with pytest.raises(library.UnavailableError, match=f"no library for {best} on {system}"):
+        library.load.__wrapped__(level)
+    packaged = tmp_path / f"{best}{library.SUFFIXES[system]}"
+    packaged.write_bytes(b"")
+    opened = []
+    loaded = ctypes.CDLL(None)
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda path: opened.append(path) or loaded)
+    assert library.load.__wrapped__(level) is loaded
+    assert opened == [str(packaged)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LEVELS or sys.platform != "linux", reason="no native operations on this machine")
+def test_a_wheel_by_zig_is_made_and_used(tmp_path):
+    if wheels.zig_here() is None:
+        pytest.skip("neither the variable ZIG nor the package ziglang names Zig")
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "wheels.py"),
+        f"{library.machine()}-linux",
+        "--out",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"{library.choose()[0].name} " in done.stderr
