@@ -447,9 +447,7 @@ class Operations:
         self._attend(ctypes.addressof(given), torch.get_num_threads())
         return out
 
-    def _require_buffers(
-        self, given: AttentionArguments, keys: Tensor, values: Tensor, scales: Tensor | None
-    ) -> None:
+    def _require_buffers(self, given: AttentionArguments, keys: Tensor, values: Tensor, scales: Tensor | None) -> None:
         if not self.attends(given.dim):
             raise ValueError(f"expected heads of size 1 to {MOST_DIM}, got {given.dim}")
         dtype = self.dtype if scales is None else torch.int8
