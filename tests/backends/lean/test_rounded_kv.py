@@ -226,5 +226,5 @@ def test_other_values_and_backends_are_refused():
         EngineOptions(kv_dtype="fp8")
     plain = random_model(transformers.LlamaConfig(**WIDE))
     for backend in (HFBackend(plain, name="x"), GraphForward(rounded("heads of 32").facts, LeanBackend(plain).lean)):
-        with pytest.raises(UserError, match="expected auto for .* on backend .* and cpu, got int8: only backend lean"):
+        with pytest.raises(UserError, match=r"expected auto for .* on backend .* and cpu, got int8: only backend lean"):
             backend.round_kv()

@@ -1,9 +1,9 @@
 """Keys and values of 8 bits: how the numbers of a head's position are rounded, and what they stand for.
 
-Each position of each head is rounded alone, to whole numbers from -127 to 127 times a scale of its own. So what is stored
-does not depend on other positions, heads or rows. A key is multiplied by a Hadamard matrix before: a few of its numbers
-are far larger than the others, and the scale follows the largest one (QuaRot, arXiv 2404.00456). `native` does the same
-(c/cache_bytes.h), and multiplies queries too instead of turning keys back.
+Each position of each head is rounded alone, to whole numbers from -127 to 127 times a scale of its own. So what is
+stored does not depend on other positions, heads or rows. A key is multiplied by a Hadamard matrix before: a few of its
+numbers are far larger than the others, and the scale follows the largest one (QuaRot, arXiv 2404.00456). `native` does
+the same (c/cache_bytes.h), and multiplies queries too instead of turning keys back.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def hadamard_size(dim: int) -> int:
 def rounded(x: Float[Tensor, "*some dim"]) -> tuple[Int8[Tensor, "*some dim"], Float32[Tensor, "*some 1"]]:
     """Numbers of 8 bits, and the scale of each head's position; it is NaN where a number is not finite."""
     x = x.float()
-    largest = x.abs().amax(-1, keepdim=True)
+    largest = x.abs().amax(-1, keepdim=True) + (x * 0.0).sum(-1, keepdim=True)
     scales = torch.where(largest < _LEAST, 0.0, largest / 127)
     numbers = (x * torch.where(scales > 0, 1 / scales, 0.0)).round().nan_to_num(0.0)
-    return numbers.to(torch.int8), scales + (x * 0.0).sum(-1, keepdim=True)
+    return numbers.to(torch.int8), scales
 
 
 def rounded_keys(

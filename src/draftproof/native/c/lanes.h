@@ -39,6 +39,11 @@
 #define WITH_WIDE /* products of bfloat16 numbers are made of float32 ones */
 #endif
 
+#if (defined(WITH_AVX512) && defined(__AVX512VNNI__) && !defined(EMULATE_AVX512)) || \
+    (defined(WITH_NEON) && defined(__ARM_FEATURE_DOTPROD))
+#define WITH_BYTE_DOTS /* one instruction adds four products of bytes to each unit */
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 
 enum { LANES = 16 };

@@ -154,6 +154,12 @@ INLINE units add_byte_dot(units sum, units w, units x) {
   return add_units(add_dot(sum, lower_halves(w), x), shifted_up(add_dot(no_units(), upper_halves(w), x), 4));
 #endif
 }
+#ifdef WITH_BYTE_DOTS
+/* sum + the products of four signed bytes of keys, as `key_bytes` makes them, and of x; and KEY_OFFSET times the bytes of x. */
+enum { KEY_OFFSET = 128 };
+INLINE units key_bytes(units v) { return _mm512_xor_si512(v, _mm512_set1_epi8(-128)); }
+INLINE units add_key_dot(units sum, units keys, units x) { return _mm512_dpbusd_epi32(sum, keys, x); }
+#endif
 INLINE units or_units(units a, units b) { return _mm512_or_si512(a, b); }
 /* Bits of each byte that a mask chooses after a shift up, or down where that is negative; none may cross bytes. */
 INLINE units chosen_bits(units v, const int up, const uint8_t mask) {

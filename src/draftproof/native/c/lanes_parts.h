@@ -415,6 +415,12 @@ INLINE units add_byte_dot(units sum, units w, units x) {
   return add_units(add_dot(sum, lower_halves(w), x), shifted_up(add_dot(no_units(), upper_halves(w), x), 4));
 #endif
 }
+#ifdef WITH_BYTE_DOTS
+/* sum + the products of four signed bytes of keys, as `key_bytes` makes them, and of x. */
+enum { KEY_OFFSET = 0 };
+INLINE units key_bytes(units v) { return v; }
+INLINE units add_key_dot(units sum, units keys, units x) { return add_signed_dot(sum, keys, x); }
+#endif
 INLINE units or_units(units a, units b) {
   EACH_PART a.p[i] |= b.p[i];
   return a;

@@ -411,27 +411,18 @@ static __attribute__((noinline)) void NAME(transpose_partial)(const ELEM *keys, 
 
 /* The same of 8 bits, widened without their scales; what is behind a head is finite, and multiplied by zeros or not at all. */
 static void NAME(transpose_bytes)(const int8_t *keys, const int8_t *end, long dim, long count, units *out) {
-  enum { BYTES = 4 * LANES };
-  for (long d = 0; d < dim; d += BYTES) {
-    units each[LANES];
-    for (long key = 0; key < LANES; key++) {
-      const int8_t *at = keys + (key < count ? key : count - 1) * dim + d;
-      int8_t copied[BYTES];
-      each[key] = load_units(whole_bytes(at, end, BYTES, copied));
-      __builtin_prefetch(at + 4 * LANES * dim);
-    }
-    exchange(each);
-    for (long i = 0; i < LANES; i++) {
-      floats numbers[4];
+  units block[MOST_DIM / 4];
+  exchange_bytes(keys, end, dim, count, block);
+  for (long i = 0; 4 * i < NAME(rounded_dim)(dim); i++) {
+    floats numbers[4];
 #pragma GCC unroll 4
-      for (int byte = 0; byte < 4; byte++) numbers[byte] = signed_byte(each[i], byte);
+    for (int byte = 0; byte < 4; byte++) numbers[byte] = signed_byte(block[i], byte);
 #if UNIT == 1
-      memcpy(out + d + 4 * i, numbers, sizeof numbers);
+    memcpy(out + 4 * i, numbers, sizeof numbers);
 #else
-      out[(d + 4 * i) / 2] = paired_bfloat16(numbers[0], numbers[1]);
-      out[(d + 4 * i) / 2 + 1] = paired_bfloat16(numbers[2], numbers[3]);
+    out[2 * i] = paired_bfloat16(numbers[0], numbers[1]);
+    out[2 * i + 1] = paired_bfloat16(numbers[2], numbers[3]);
 #endif
-    }
   }
 }
 
@@ -605,9 +596,39 @@ static NAME(query_places) NAME(places_of)(const NAME(attention) * a, const NAME(
 #endif
 }
 
+#if defined(WITH_BYTE_DOTS) && UNIT == 2
+/* `score` of keys of 8 bits and queries of no more than 8 significant ones. */
+static void NAME(score_bytes)(const NAME(attention) * a, const NAME(query_tile) * t, float *copied, long first, long last) {
+  const long stride = NAME(rounded_dim)(a->dim) * (long)sizeof *copied;
+  for (long query = 0; query < t->queries; query++) {
+    float numbers[MOST_DIM];
+    NAME(widen)(NAME(query_of)(a, t, query), numbers, a->dim);
+    digits_of(numbers, a->dim, (query_digits *)((char *)copied + query * stride));
+  }
+  for (long key = first; key < last; key += LANES) {
+    const long left = t->most - key, from = left < 1 ? t->most - 1 : key, count = left < 1 ? 1 : left;
+    units block[MOST_DIM / 4];
+    exchange_bytes((const int8_t *)t->keys + from * a->dim, t->keys_end, a->dim, count, block);
+    for (long q = 0; q < t->queries; q += TOGETHER) {
+      const long here = t->queries - q < TOGETHER ? t->queries - q : TOGETHER;
+#define RUN(number) \
+  dot_some(block, (const char *)copied + q * stride, stride, t->scores + q * t->padded + key, t->padded, a->dim, number)
+      BY_QUERIES(here, RUN)
+#undef RUN
+    }
+  }
+}
+#endif
+
 /* Products of a tile's queries with the keys from `first` to `last`, multiples of 32; from `most` on they are those of the
    last key. `copied` is for the queries. */
 static void NAME(score)(const NAME(attention) * a, const NAME(query_tile) * t, float *copied, long first, long last) {
+#if defined(WITH_BYTE_DOTS) && UNIT == 2
+  if (t->key_scales) {
+    NAME(score_bytes)(a, t, copied, first, last);
+    return;
+  }
+#endif
   units block[2][MOST_DIM / UNIT];
   const NAME(query_places) places = NAME(places_of)(a, t, copied);
   for (long key = first; key < last; key += 2 * LANES) {
