@@ -89,8 +89,8 @@ def main() -> None:
     heads = ["shapes", "context", "tokens", "16 bits, MiB", "8 bits, MiB", "16 bits, ms", "8 bits, ms", "16 / 8"]
     lines = [
         "Random bfloat16 weights, one request; passes in turns on one context. MiB are those of the session's keys and",
-        "values, ms those of a whole pass over so many tokens (median [least, greatest]). The last column is the median",
-        "of the ratios of neighbouring passes.",
+        "values, ms those of a whole pass over so many tokens (median [least, greatest]). The last column is the",
+        "median of the ratios of neighbouring passes.",
         "",
         *table(heads, rows),
     ]

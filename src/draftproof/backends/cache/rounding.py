@@ -22,7 +22,7 @@ def hadamard(x: Float[Tensor, "*some dim"]) -> Float[Tensor, "*some dim"]:
     """
     shape, half = x.shape, 1
     while half < hadamard_size(shape[-1]):
-        one, other = x.unflatten(-1, (-1, 2, half)).unbind(-2)
+        one, other = x.reshape(*shape[:-1], -1, 2, half).unbind(-2)
         x = torch.stack((one + other, one - other), -2).view(shape)
         half *= 2
     return x
