@@ -920,11 +920,15 @@ mask = PassMask([(0, 0, 1)], [[1]], None)
 angles, buffer = torch.rand(1, 1, 32), torch.zeros(1, 1, 4, 32)
 
 
-def attend(fused=torch.rand(1, 3, 32), cos=angles, shape=buffer.shape, mask=mask, keys=buffer, values=buffer):
-    return made.attend(fused, AttentionArguments.of(cos, cos, shape, mask, heads=1, scale=1.0), keys, values)
+def attend(
+    fused=torch.rand(1, 3, 32), cos=angles, shape=buffer.shape, mask=mask, keys=buffer, values=buffer, scales=None
+):
+    return made.attend(fused, AttentionArguments.of(cos, cos, shape, mask, heads=1, scale=1.0), keys, values, scales)
 
 
+eight = buffer.to(torch.int8)
 attend()
+attend(keys=eight, values=eight, scales=torch.zeros(1, 2, 4, 1))
 attend(torch.rand(1, 3, 5), torch.rand(1, 1, 5), (1, 1, 4, 5), mask, *torch.zeros(2, 1, 1, 4, 5))
 cases = {
     "a smaller batch of p": lambda: block_verify(tokens, rows, p[:1], **chain),
@@ -981,6 +985,9 @@ cases = {
     "fewer angles": lambda: attend(cos=torch.rand(1, 1, 16)),
     "other keys": lambda: attend(keys=torch.zeros(1, 1, 3, 32)),
     "values of another type": lambda: attend(values=buffer.double()),
+    "8 bits without scales": lambda: attend(keys=eight, values=eight),
+    "scales of keys alone": lambda: attend(keys=eight, values=eight, scales=torch.zeros(1, 1, 4, 1)),
+    "scales of plain keys": lambda: attend(scales=torch.zeros(1, 2, 4, 1)),
     "keys with gaps": lambda: attend(torch.rand(1, 3, 8), angles[..., :8], (1, 1, 4, 8), keys=buffer[..., :8]),
     "heads of size 257": lambda: attend(
         torch.rand(1, 3, 257), *[torch.rand(1, 1, 257), (1, 1, 4, 257)], keys=torch.zeros(1, 1, 4, 257)
