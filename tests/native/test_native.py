@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from draftproof import Engine, SamplingParams, UserError, native, rng
 from draftproof.backends.base import Feed
+from draftproof.backends.cache import rounding
 from draftproof.backends.heads.self_draft import EarlyExitBackend
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.attention import NativeAttention
@@ -433,15 +434,20 @@ class Case:
             self.mask.masked_fill_(hidden, torch.finfo(dtype).min)
             self.seen = every.expand(-1, width).contiguous()
 
+    @property
+    def stored(self):
+        """The buffers of the cache."""
+        return self.keys, self.values
+
     def run(self):
-        """The operation's outputs, keys and values; the case stays as it is."""
-        keys, values = self.keys.clone(), self.values.clone()
+        """The operation's outputs, and the buffers after it; the case stays as it is."""
+        stored = [each.clone() for each in self.stored]
         mask = PassMask([tuple(place) for place in self.places.tolist()], self.seen.tolist(), self.mask)
         heads = self.group * self.key_heads
         scale = {"scale": self.dim**-0.5, "cap": self.cap}
-        given = AttentionArguments.of(self.cos, self.sin, keys.shape, mask, heads=heads, **scale)
+        given = AttentionArguments.of(self.cos, self.sin, self.keys.shape, mask, heads=heads, **scale)
         given.sinks = None if self.sinks is None else self.sinks.data_ptr()
-        return OPERATIONS[self.dtype].attend(self.fused.clone(), given, keys, values), keys, values
+        return OPERATIONS[self.dtype].attend(self.fused.clone(), given, *stored), *stored
 
     def fill_the_last_slot(self):
         """Let the first row be in the last slot, up to its end, where nothing may be read behind it."""
@@ -462,7 +468,7 @@ class Case:
 
     def run_alone(self):
         """The outputs of all rows, each read alone and token by token; of rows with a mask, each alone."""
-        keys, values = self.keys.clone(), self.values.clone()
+        stored = [each.clone() for each in self.stored]
         out = torch.zeros(self.rows * self.width, self.group * self.key_heads * self.dim, dtype=self.dtype)
         for row, (slot, base, width) in enumerate(self.places.tolist()):
             step = 1 if self.mask is None else width
@@ -472,8 +478,9 @@ class Case:
                 mask = None if self.mask is None else self.mask[row : row + 1, :, columns].contiguous()
                 passed = PassMask([(slot, base + column, step)], [self.seen[row, columns].tolist()], mask)
                 scale = {"scale": self.dim**-0.5, "cap": self.cap, "heads": self.group * self.key_heads}
-                given = AttentionArguments.of(self.cos[at], self.sin[at], keys.shape, passed, **scale)
-                out[at] = OPERATIONS[self.dtype].attend(self.fused[at].clone(), given, keys, values)
+                given = AttentionArguments.of(self.cos[at], self.sin[at], self.keys.shape, passed, **scale)
+                given.sinks = None if self.sinks is None else self.sinks.data_ptr()
+                out[at] = OPERATIONS[self.dtype].attend(self.fused[at].clone(), given, *stored)
         return out
 
     def turned(self, x):
@@ -481,16 +488,23 @@ class Case:
         low, high, last = x.tensor_split([self.dim // 2, self.dim // 2 * 2], -1)
         return torch.addcmul(x * self.cos, torch.cat((high, low, last), -1), self.sin)
 
-    def expected(self):
-        """The same by plain loops."""
+    def written(self):
+        """Keys and values with those of the pass."""
         keys, values = self.keys.clone(), self.values.clone()
         inner, last = self.group * self.key_heads, (self.group + 1) * self.key_heads
         turned = self.turned(self.fused[:, :last])
-        out = torch.zeros(self.rows * self.width, inner, self.dim, dtype=torch.float64)
         for row, (slot, base, width) in enumerate(self.places.tolist()):
             at = slice(row * self.width, row * self.width + width)
             keys[slot, :, base : base + width] = turned[at, inner:].transpose(0, 1)
             values[slot, :, base : base + width] = self.fused[at, last:].transpose(0, 1)
+        return keys, values
+
+    def expected(self):
+        """The same by plain loops."""
+        keys, values = self.written()
+        inner = self.group * self.key_heads
+        turned = self.turned(self.fused[:, :inner])
+        out = torch.zeros(self.rows * self.width, inner, self.dim, dtype=torch.float64)
         for row, (slot, _, width) in enumerate(self.places.tolist()):
             for column, head in itertools.product(range(width), range(inner)):
                 token, count = row * self.width + column, int(self.seen[row, column])
@@ -504,6 +518,29 @@ class Case:
                     scores = torch.cat((scores, self.sinks[head : head + 1].double()))
                 out[token, head] = scores.softmax(-1)[:count] @ values[read].double()
         return out.flatten(1), keys, values
+
+
+class RoundedCase(Case):
+    """The same over keys and values of 8 bits."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        (keys, of_keys), (values, of_values) = rounding.rounded_keys(self.keys), rounding.rounded(self.values)
+        self.keys, self.values, self.scales = keys, values, torch.cat((of_keys, of_values), 1)
+
+    @property
+    def stored(self):
+        return self.keys, self.values, self.scales
+
+    def fill_the_last_slot(self):
+        super().fill_the_last_slot()
+        self.scales = self.scales[:, :, : self.capacity].contiguous()
+
+    def written(self):
+        """What the numbers of the operation stand for."""
+        _, keys, values, scales = self.run()
+        of_keys, of_values = scales.chunk(2, 1)
+        return rounding.restored_keys(keys, of_keys, torch.float64), rounding.restored(values, of_values, torch.float64)
 
 
 CASES = [
@@ -533,6 +570,74 @@ def test_attention(dtype, dim, group, width, masked):
         assert torch.allclose(keys, expected_keys, rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
         assert torch.equal(values, expected_values)
         assert agrees(out, expected)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_over_keys_and_values_of_8_bits(masked, dtype):
+    """Values beside float64; the same bits alone, token by token, in a batch, and for every number of threads."""
+    threads = torch.get_num_threads()
+    for dim in (1, 5, 8, 12, 20, 31, 32, 48, 63, 64, 65, 80, 96, 100, 128, 160, 250, 256):
+        group, cap = 1 + dim % 8, 1.5 * (dim % 5 == 0)
+        case = RoundedCase(dim, dim=dim, group=group, width=4, masked=masked, dtype=dtype, cap=cap)
+        case.fill_the_last_slot()
+        if dim % 3 == 0:
+            case.sinks = drawn(dim, group * case.key_heads, dtype=torch.float32)
+        out, *stored = case.run()
+        assert agrees(out, case.expected()[0]), dim
+        assert torch.equal(out, case.run_alone()), dim
+        try:
+            torch.set_num_threads(2)
+            assert all(torch.equal(*pair) for pair in zip((out, *stored), case.run(), strict=True)), dim
+        finally:
+            torch.set_num_threads(threads)
+
+
+def test_8_bits_are_written_as_torch_rounds_them(dtype):
+    for dim in (1, 12, 64, 96, 250):
+        case = RoundedCase(dim, dim=dim, group=2, width=9, masked=False, dtype=dtype)
+        _, keys, values, scales = case.run()
+        plain = copy.copy(case)
+        plain.keys, plain.values = (torch.zeros(case.keys.shape, dtype=dtype) for _ in range(2))
+        plain = Case.written(plain)
+        (of_keys, key_scales), (of_values, value_scales) = rounding.rounded_keys(plain[0]), rounding.rounded(plain[1])
+        for slot, base, width in case.places.tolist():
+            at = slot, slice(None), slice(base, base + width)
+            assert torch.equal(values[at], of_values[at]), dim
+            assert (keys[at].int() - of_keys[at].int()).abs().max() <= (dtype == torch.float32), dim
+            both = torch.cat((key_scales[at], value_scales[at]))
+            assert torch.allclose(scales[at], both, rtol=1e-6 if dtype == torch.float32 else 0, atol=0), dim
+            assert not torch.equal(scales[at], both.roll(1, 0)), "scales of another head are seen"
+
+
+def test_attention_over_8_bits_in_several_pieces(dtype):
+    for seed, masked in ((1, False), (2, True), (8, True)):
+        case = RoundedCase(seed, dim=64, group=3, width=70, masked=masked, dtype=dtype)
+        expected = case.expected()[0]
+        assert agrees(case.run()[0], expected)
+        case.scales = case.scales.roll(1, 2)
+        assert not agrees(case.run()[0], expected), "scales of the position before are seen"
+
+
+@pytest.mark.parametrize("dim", [5, 12, 80, 250])
+def test_8_bits_behind_a_head_are_not_used(dim, dtype):
+    case = RoundedCase(1, dim=dim, group=2, width=3, masked=False, dtype=dtype)
+    expected = case.run()[0]
+    used = torch.zeros(case.keys.shape[0], case.capacity, dtype=torch.bool)
+    for slot, base, width in case.places.tolist():
+        used[slot, : base + width] = True
+    case.scales[~used[:, None, :, None].expand_as(case.scales)] = float("nan")
+    case.keys[~used[:, None, :, None].expand_as(case.keys)] = -128
+    assert torch.equal(case.run()[0], expected)
+
+
+def test_numbers_that_are_not_finite_are_seen_in_8_bits(dtype):
+    for wrong, place in ((float("nan"), 0), (float("inf"), 5), (float("nan"), 63)):
+        case = RoundedCase(1, dim=64, group=2, width=1, masked=False, dtype=dtype)
+        for head in (2 * case.key_heads, 3 * case.key_heads):  # the first key, and the first value
+            given = copy.copy(case)
+            given.fused = case.fused.clone()
+            given.fused[0, head, place] = wrong
+            assert given.run()[0].isnan().any()
 
 
 def test_sinks_take_a_share_of_attention(dtype):
@@ -815,11 +920,15 @@ mask = PassMask([(0, 0, 1)], [[1]], None)
 angles, buffer = torch.rand(1, 1, 32), torch.zeros(1, 1, 4, 32)
 
 
-def attend(fused=torch.rand(1, 3, 32), cos=angles, shape=buffer.shape, mask=mask, keys=buffer, values=buffer):
-    return made.attend(fused, AttentionArguments.of(cos, cos, shape, mask, heads=1, scale=1.0), keys, values)
+def attend(
+    fused=torch.rand(1, 3, 32), cos=angles, shape=buffer.shape, mask=mask, keys=buffer, values=buffer, scales=None
+):
+    return made.attend(fused, AttentionArguments.of(cos, cos, shape, mask, heads=1, scale=1.0), keys, values, scales)
 
 
+eight = buffer.to(torch.int8)
 attend()
+attend(keys=eight, values=eight, scales=torch.zeros(1, 2, 4, 1))
 attend(torch.rand(1, 3, 5), torch.rand(1, 1, 5), (1, 1, 4, 5), mask, *torch.zeros(2, 1, 1, 4, 5))
 cases = {
     "a smaller batch of p": lambda: block_verify(tokens, rows, p[:1], **chain),
@@ -876,6 +985,9 @@ cases = {
     "fewer angles": lambda: attend(cos=torch.rand(1, 1, 16)),
     "other keys": lambda: attend(keys=torch.zeros(1, 1, 3, 32)),
     "values of another type": lambda: attend(values=buffer.double()),
+    "8 bits without scales": lambda: attend(keys=eight, values=eight),
+    "scales of keys alone": lambda: attend(keys=eight, values=eight, scales=torch.zeros(1, 1, 4, 1)),
+    "scales of plain keys": lambda: attend(scales=torch.zeros(1, 2, 4, 1)),
     "keys with gaps": lambda: attend(torch.rand(1, 3, 8), angles[..., :8], (1, 1, 4, 8), keys=buffer[..., :8]),
     "heads of size 257": lambda: attend(
         torch.rand(1, 3, 257), *[torch.rand(1, 1, 257), (1, 1, 4, 257)], keys=torch.zeros(1, 1, 4, 257)

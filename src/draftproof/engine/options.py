@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from draftproof.backends.heads.published.files import head_algorithm
-from draftproof.backends.loading.options import ACTIVATIONS, WEIGHTS, LoadOptions
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.options import draft_dtype as read_draft_dtype
 from draftproof.engine.memory import read_bytes
 from draftproof.engine.registry import make_stopper, make_verifier
@@ -58,6 +58,8 @@ class EngineOptions:
             in groups of 32; float, a reference, does not, and takes the memory of the full weights.
         weights: int8 or int4 round the target's weights when it is loaded: another model, which is read in half or a
             quarter of the time; what is written is exact for the rounded one. auto leaves them.
+        kv_dtype: int8 stores the target's keys and values in 8 bits, on a CPU with backend lean: another model, whose
+            sessions take about half the memory; what is written is exact for it. auto has the model's dtype.
         max_model_len: longest sequence, prompt and text together; without it the target's own context.
         max_batch: sequences decoded together.
         kv_memory: memory for keys, values and states of both models, in bytes or like 2GiB. Requests wait for it, and
@@ -89,6 +91,7 @@ class EngineOptions:
     quantization_config: Any = None
     activations: str = "int8"
     weights: str = "auto"
+    kv_dtype: str = "auto"
     max_model_len: int | None = None
     max_batch: int = 8
     kv_memory: int | str | None = None
@@ -102,10 +105,7 @@ class EngineOptions:
         """Read the names before any model is loaded."""
         if self.generation_config not in ("auto", "none"):
             raise UserError(f"generation_config: expected auto or none, got {self.generation_config!r}")
-        if self.activations not in ACTIVATIONS:
-            raise UserError(f"activations: expected one of {', '.join(ACTIVATIONS)}, got {self.activations!r}")
-        if self.weights not in WEIGHTS:
-            raise UserError(f"weights: expected one of {', '.join(WEIGHTS)}, got {self.weights!r}")
+        self.of_target()  # refuses other names
         read_bytes(self.kv_memory)
         DraftBudget(self.draft_budget)
         if self.verifier is not None:
@@ -174,6 +174,7 @@ class EngineOptions:
             plainly=True,
             tensor_parallel=self.tensor_parallel,
             weights=self.weights,
+            kv_dtype=self.kv_dtype,
         )
 
     def of_draft(self) -> LoadOptions:

@@ -32,6 +32,7 @@ OF_LOADING = (
     "quantization_config",
     "activations",
     "weights",
+    "kv_dtype",
     "tensor_parallel",
 )
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float32, Float64, Int, Int64
+from jaxtyping import Float, Float32, Float64, Int, Int8, Int64
 from torch import Tensor
 
 from draftproof.native.ggml import LAYOUTS, GGMLWeight, Segment, StoredMatrix, repacked_shape
@@ -97,7 +97,7 @@ class Operations:
         self._legal = function(f"legal_{suffix}", [pointer] + [number] * 2, ctypes.c_int)
         self._attend = function(f"attend_{suffix}", [pointer, number])
         self._mixture = function(f"mixture_{suffix}", [pointer] * 3 + [number, pointer, number])
-        self._layers = function(f"layers_{suffix}", [pointer, number] + [pointer] * 5 + [number])
+        self._layers = function(f"layers_{suffix}", [pointer, number] + [pointer] * 6 + [number])
         self._delta_rule = function("delta_rule", [pointer] * 8 + [number] * 9)
         self._softmax = function("softmax", [pointer] * 2 + [number] * 3)
         self._greedy = function("greedy", [pointer] * 2 + [number] * 3)
@@ -468,44 +468,50 @@ class Operations:
         self,
         fused: Float[Tensor, "tokens heads dim"],
         given: AttentionArguments,
-        keys: Float[Tensor, "slots key_heads capacity dim"],
-        values: Float[Tensor, "slots key_heads capacity dim"],
+        keys: Float[Tensor, "slots key_heads capacity dim"] | Int8[Tensor, "slots key_heads capacity dim"],
+        values: Float[Tensor, "slots key_heads capacity dim"] | Int8[Tensor, "slots key_heads capacity dim"],
+        scales: Float32[Tensor, "slots both_heads capacity 1"] | None = None,
     ) -> Float[Tensor, "tokens inner"]:
         """Rotate queries and keys, write keys and values to the cache, and attend; outputs of padding are zeros.
 
         Args:
             fused: queries, keys and values of every token; contiguous, overwritten.
             given: the other arguments.
-            keys: the layer's buffer, of the shape that `given` was made with.
+            keys: the layer's buffer, of the shape that `given` was made with; int8 where there are scales.
             values: likewise.
+            scales: of 8-bit keys, and behind them of values.
 
         Raises:
             ValueError: an argument of another type, device or shape.
         """
         tokens, heads = given.tokens, given.heads + 2 * given.key_heads
         require("fused", fused, self.dtype, (tokens, heads, given.dim))
-        self._require_buffers(given, keys, values)
+        self._require_buffers(given, keys, values, scales)
         out = fused.new_empty((tokens, given.heads * given.dim))
         given.fused = fused.data_ptr()
         given.out = out.data_ptr()
         given.keys = keys.data_ptr()
         given.values = values.data_ptr()
+        given.scales = None if scales is None else scales.data_ptr()
         self._attend(ctypes.addressof(given), torch.get_num_threads())
         return out
 
-    def _require_buffers(self, given: AttentionArguments, keys: Tensor, values: Tensor) -> None:
+    def _require_buffers(self, given: AttentionArguments, keys: Tensor, values: Tensor, scales: Tensor | None) -> None:
         if not self.attends(given.dim):
             raise ValueError(f"expected heads of size 1 to {MOST_DIM}, got {given.dim}")
+        dtype = self.dtype if scales is None else torch.int8
         shape = (keys.shape[0], given.key_heads, given.capacity, given.dim)
-        require("keys", keys, self.dtype, shape)
-        require("values", values, self.dtype, shape)
+        require("keys", keys, dtype, shape)
+        require("values", values, dtype, shape)
+        if scales is not None:
+            require("scales", scales, torch.float32, (keys.shape[0], 2 * given.key_heads, given.capacity, 1))
 
     def layers(
         self,
         weights: ctypes.Array[LayerArguments],
         x: Float[Tensor, "tokens size"],
         given: AttentionArguments,
-        buffers: tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]],
+        buffers: tuple[ctypes.Array[ctypes.c_void_p], ...],
         work: Float[Tensor, " elements"],
     ) -> None:
         """Run decoder layers one after another.
@@ -514,21 +520,21 @@ class Operations:
             weights: of each layer.
             x: hidden states; contiguous, overwritten by the last layer's.
             given: the arguments of attention.
-            buffers: addresses of each layer's keys, and of its values.
+            buffers: addresses of each layer's keys, of its values, and of its scales.
             work: working memory; `LayerArguments.work` returns its size.
 
         Raises:
             ValueError: an argument of another type, device or shape.
         """
-        keys, values = buffers
         require("x", x, self.dtype, (given.tokens, weights[0].size))
         require("work", work, self.dtype)
         if work.numel() < weights[0].work(given) or not self.attends(given.dim):
             raise ValueError(f"{work.numel()} elements of work, of {weights[0].work(given)}; heads of size {given.dim}")
-        if len(keys) != len(weights) or len(values) != len(weights):
-            raise ValueError(f"{len(keys)} and {len(values)} buffers for {len(weights)} layers")
+        found = [len(each) for each in buffers]
+        if found != [len(weights)] * 3:
+            raise ValueError(f"{found} buffers of keys, values and scales for {len(weights)} layers")
         addresses = x.data_ptr(), work.data_ptr()
-        self._layers(weights, len(weights), ctypes.byref(given), keys, values, *addresses, torch.get_num_threads())
+        self._layers(weights, len(weights), ctypes.byref(given), *buffers, *addresses, torch.get_num_threads())
 
     # --- rows of scores and of probabilities ------------------------------------------------------------------------
 

@@ -84,8 +84,8 @@ class AttentionArguments(ctypes.Structure):
     """
 
     _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("fused", "cos", "sin", "keys", "values", "places", "visible", "mask")),
-        *((name, ctypes.c_void_p) for name in ("out", "scratch", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("fused", "cos", "sin", "keys", "values", "scales", "places", "visible")),
+        *((name, ctypes.c_void_p) for name in ("mask", "out", "scratch", "sinks")),
         *((name, ctypes.c_int64) for name in ("rows", "tokens", "heads", "key_heads", "dim", "capacity", "horizon")),
         *((name, ctypes.c_int64) for name in ("angles", "columns", "scratch_size", "copied", "divided")),
         ("scale", ctypes.c_float),

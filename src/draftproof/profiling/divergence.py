@@ -34,6 +34,7 @@ class DivergenceOptions:
         against: what it is compared with; without it the same name, with its own weights and inputs in floats.
         weights: int8 or int4 round the target's weights; auto leaves them.
         activations: int8 or float: inputs of weights that a .gguf file holds in few bits.
+        kv_dtype: int8 stores the target's keys and values in 8 bits; auto has the model's dtype.
         dtype: number format of both models.
         dataset: the texts.
         questions: how many of them.
@@ -46,6 +47,7 @@ class DivergenceOptions:
     against: str | None = None
     weights: str = "auto"
     activations: str = "int8"
+    kv_dtype: str = "auto"
     dtype: str = "auto"
     dataset: str = "fiction"
     questions: int | None = None
@@ -80,7 +82,12 @@ def measure_divergence(options: DivergenceOptions, *, watch: Watch = silent) -> 
         UserError: a model that cannot be loaded, another tokenizer, or texts of less than two tokens.
     """
     facts = run_facts()
-    changed = LoadOptions(dtype=options.dtype, weights=options.weights, activations=options.activations)
+    changed = LoadOptions(
+        dtype=options.dtype,
+        weights=options.weights,
+        activations=options.activations,
+        kv_dtype=options.kv_dtype,
+    )
     one = load(options.target, changed)
     other = load(options.against or options.target, LoadOptions(dtype=options.dtype, activations="float"))
     if (why := why_different(one.tokenizer, other.tokenizer)) is not None:
@@ -127,7 +134,7 @@ def _page(options: DivergenceOptions, one: LoadedModel, other: LoadedModel, foun
     }
     shown = [["mean KL divergence, nats", figures["divergence"]], ["same most likely token", figures["same"]]]
     shown += [["perplexity", figures["perplexity"]], ["perplexity of the other", figures["other perplexity"]]]
-    named = f"weights {options.weights}, activations {options.activations}"
+    named = f"weights {options.weights}, activations {options.activations}, keys and values {options.kv_dtype}"
     lines = [
         f"{without_directory(one.name)} ({named}) beside {without_directory(other.name)} as it is, dataset",
         f"{options.dataset}: {sum(each.tokens for each in found)} tokens of {len(found)} texts; intervals of 95% over",

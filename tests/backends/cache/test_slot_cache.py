@@ -75,7 +75,7 @@ def test_what_is_mapped_takes_no_memory(free):
     cache = SlotCache(1 << 17)
     slot = cache.acquire()
     cache.claim([slot], [5])
-    keys, values = cache.buffers(0, 8, 128, torch.zeros(1))
+    keys, values, _ = cache.buffers(0, 8, 128, torch.zeros(1))
     keys[slot, :, :5], values[slot, :, :5] = 1.0, 2.0
     assert keys.shape == values.shape == (64, 8, 1 << 17, 128)
     assert keys.nbytes > 30 << 30

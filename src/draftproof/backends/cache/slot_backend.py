@@ -190,6 +190,19 @@ class SlotBackend(ABC):
             f"{self.name} on backend {self.kind}: take a checkpoint that is quantized already"
         )
 
+    def round_kv(self) -> None:
+        """From now on, store keys and values in 8 bits (`rounding`): another model, whose sessions take less memory.
+
+        Call it before a session is opened.
+
+        Raises:
+            UserError: a backend that has no such form.
+        """
+        raise UserError(
+            f"kv_dtype: expected auto for {self.name} on backend {self.kind} and {self.device.type}, got int8: only "
+            "backend lean stores keys and values in 8 bits, on a CPU"
+        )
+
     @abstractmethod
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the output layer's weight."""

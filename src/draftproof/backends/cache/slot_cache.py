@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.accelerator import sent
+from draftproof.backends.cache import rounding
 from draftproof.backends.cache.pages import PAGE, Buffer, addresses_are_free
 
 _FIRST_CAPACITY = 256
@@ -34,6 +35,19 @@ def _rounded(positions: int) -> int:
 
 
 Views = tuple[list[Tensor], list[Tensor]]  # keys and values, layer by layer
+
+
+class Stored(NamedTuple):
+    """The buffers of a layer, [slots, heads, capacity, dim].
+
+    Attributes:
+        keys, values: numbers, of 8 bits where there are scales.
+        scales: of each position's keys, and behind them of its values: [slots, 2 heads, capacity, 1].
+    """
+
+    keys: Tensor
+    values: Tensor
+    scales: Tensor | None
 
 
 class Cells(NamedTuple):
@@ -115,19 +129,23 @@ class SlotCache:
 
     Args:
         longest: positions that a sequence may have, where that is known.
+        rounds: whether keys and values are stored in 8 bits (`rounding`).
 
     Attributes:
+        rounds: as given.
         lock: must be held to read, write or grow buffers: C code uses their memory without Python's own lock.
         pinned: whether buffers shall move as seldom as possible, because programs were recorded with their addresses:
             the capacity grows by doubling then, and never shrinks.
         peak: the largest `nbytes` so far; may be set to 0.
     """
 
-    def __init__(self, longest: int | None = None) -> None:
+    def __init__(self, longest: int | None = None, *, rounds: bool = False) -> None:
+        self.rounds = rounds
         self.lock = threading.RLock()
         self._mapped = -(-min(longest or 0, _MAPPED[1]) // _FIRST_CAPACITY) * _FIRST_CAPACITY
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
+        self._scales: dict[int, Tensor] = {}
         self._memory: dict[int, Buffer] = {}  # of each tensor, by its address
         self._free: list[int] = []
         self._abandoned: deque[int] = deque()
@@ -147,7 +165,7 @@ class SlotCache:
         state = {name: value for name, value in vars(self).items() if name not in ("lock", "_memory", "_views")}
         if self._is_paged:  # a copy takes memory for all that it has
             state["_capacity"] = most = max(self._used, default=0)
-            for name in ("_keys", "_values"):
+            for name in ("_keys", "_values", "_scales"):
                 state[name] = {layer: made[: self._slots, :, :most].clone() for layer, made in state[name].items()}
         return state
 
@@ -205,7 +223,7 @@ class SlotCache:
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of a slot to an empty one."""
-        for store in (self._keys, self._values):
+        for store in self._stores:
             for layer, made in list(store.items()):
                 buffer = self._fit(store, layer, made.shape[1], made.shape[3], made)
                 buffer[target, :, :length].copy_(buffer[source, :, :length])
@@ -275,8 +293,12 @@ class SlotCache:
         """
         return self._slots, self._capacity, self._replaced
 
+    @property
+    def _stores(self) -> tuple[dict[int, Tensor], ...]:
+        return self._keys, self._values, self._scales
+
     def _buffers(self) -> Iterator[Tensor]:
-        return (buffer for store in (self._keys, self._values) for buffer in store.values())
+        return (buffer for store in self._stores for buffer in store.values())
 
     def _buffers_with(self, slot: int) -> Iterator[Tensor]:
         """The buffers that have a slot.
@@ -326,7 +348,7 @@ class SlotCache:
             needed = _rounded(max(self._used, default=0))
             if 2 * needed <= self._capacity:
                 self._capacity = needed
-                for store in (self._keys, self._values):
+                for store in self._stores:
                     for layer, made in list(store.items()):
                         self._fit(store, layer, made.shape[1], made.shape[3], made)
 
@@ -396,16 +418,21 @@ class SlotCache:
         end = None if rows is None else first + rows
         return [each[first:end] for each in keys], [each[first:end] for each in values]
 
-    def buffers(self, layer: int, heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values, [slots, heads, capacity, dim], for callers that follow a write plan themselves.
+    def buffers(self, layer: int, heads: int, dim: int, like: Tensor) -> Stored:
+        """A layer's buffers, for callers that follow a write plan themselves.
 
         Args:
             layer: its number.
             heads: key heads.
             dim: of each.
-            like: a tensor of the keys' dtype and on their device.
+            like: a tensor of the keys' dtype, where they are not rounded, and on their device.
         """
-        return self._fit(self._keys, layer, heads, dim, like), self._fit(self._values, layer, heads, dim, like)
+        numbers = like.new_empty(0, dtype=torch.int8) if self.rounds else like
+        keys, values = (self._fit(store, layer, heads, dim, numbers) for store in (self._keys, self._values))
+        if not self.rounds:
+            return Stored(keys, values, None)
+        scales = like.new_empty(0, dtype=torch.float32)
+        return Stored(keys, values, self._fit(self._scales, layer, 2 * heads, 1, scales))
 
     def write(
         self,
@@ -415,7 +442,17 @@ class SlotCache:
         values: Float[Tensor, "rows heads width vdim"],
     ) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values and return everything up to the plan's horizon for its rows."""
-        return self._exchange(self._keys, layer, plan, keys), self._exchange(self._values, layer, plan, values)
+        if not self.rounds:
+            return self._exchange(self._keys, layer, plan, keys), self._exchange(self._values, layer, plan, values)
+        (of_keys, key_scales), (of_values, value_scales) = rounding.rounded_keys(keys), rounding.rounded(values)
+        of_keys = self._exchange(self._keys, layer, plan, of_keys)
+        of_values = self._exchange(self._values, layer, plan, of_values)
+        scales = self._exchange(self._scales, layer, plan, torch.cat((key_scales, value_scales), 1))
+        key_scales, value_scales = scales.chunk(2, 1)
+        return (
+            rounding.restored_keys(of_keys, key_scales, keys.dtype),
+            rounding.restored(of_values, value_scales, values.dtype),
+        )
 
     def _exchange(self, store: dict[int, Tensor], layer: int, plan: WritePlan, new: Tensor) -> Tensor:
         buffer = self._fit(store, layer, new.shape[1], new.shape[3], new)

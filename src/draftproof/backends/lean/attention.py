@@ -328,7 +328,7 @@ class NativeAttention:
     ) -> Float[Tensor, "tokens inner"]:
         """See `Attention`."""
         heads = self.heads
-        keys, values = at.cache.buffers(layer, heads.keys, heads.dim, fused)
-        given = arguments(heads, at, keys.shape, mask)
+        stored = at.cache.buffers(layer, heads.keys, heads.dim, fused)
+        given = arguments(heads, at, stored.keys.shape, mask)
         given.sinks = None if self._sinks is None else self._sinks.data_ptr()
-        return self.operations.attend(fused, given, keys, values)
+        return self.operations.attend(fused, given, *stored)

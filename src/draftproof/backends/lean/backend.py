@@ -166,6 +166,12 @@ class LeanForward(SlotBackend):
         made.prefill = self.prefill
         return made
 
+    def round_kv(self) -> None:
+        """See `SlotBackend.round_kv`."""
+        if self.kind != LeanForward.kind or self.device.type != "cpu":
+            super().round_kv()
+        self._cache = SlotCache(self.facts.max_positions, rounds=True)
+
     def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> SlotBackend:
         """See `SlotBackend.with_weights`; the weights are copied into a layout for this processor, as when loading."""
         architecture = Architecture.of(self.lean)
@@ -179,6 +185,8 @@ class LeanForward(SlotBackend):
         lean.rope = self.lean.rope
         lean.windows = self.lean.windows
         made = self.around(self.facts, lean)
+        if self._cache.rounds:
+            made.round_kv()
         made.max_positions = self.max_positions
         made.bounded_by = self.bounded_by
         made.keeps = False

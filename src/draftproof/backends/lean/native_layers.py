@@ -72,15 +72,16 @@ class _Places:
 
     def __init__(self, run: _LayerRun, cache: SlotCache, like: Tensor) -> None:
         heads = run.attention.heads
-        pairs = [cache.buffers(number, heads.keys, heads.dim, like) for number in run.numbers]
+        stored = [cache.buffers(number, heads.keys, heads.dim, like) for number in run.numbers]
         self.cache = cache
         self.extent = cache.extent
-        self.keys, self.values = (
-            (ctypes.c_void_p * len(pairs))(*(pair[which].data_ptr() for pair in pairs)) for which in (0, 1)
+        self.addresses = tuple(
+            (ctypes.c_void_p * len(stored))(*(None if each is None else each.data_ptr() for each in store))
+            for store in zip(*stored, strict=True)
         )
-        self.shape = pairs[0][0].shape
+        self.shape = stored[0].keys.shape
         # Slots may differ: with an early exit the first layers grow before the others.
-        assert all(each.shape[1:] == self.shape[1:] for pair in pairs for each in pair), "positions are the same in all"
+        assert all(each.keys.shape[1:] == self.shape[1:] for each in stored), "positions are the same in all"
 
 
 class NativeLayers:
@@ -111,7 +112,7 @@ class NativeLayers:
             mask = masks[run.kind]
             given = arguments(run.attention.heads, at, places.shape, mask)
             work = mask.buffer(run.given[0].work(given), x.dtype, 1)
-            run.attention.operations.layers(run.given, x, given, (places.keys, places.values), work)
+            run.attention.operations.layers(run.given, x, given, places.addresses, work)
         return x
 
 

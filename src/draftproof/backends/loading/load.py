@@ -109,10 +109,15 @@ class LoadedModel:
             UserError: as `load_backend`.
         """
         made, bits = self._as_it_is(), WEIGHTS[self._options.weights]
-        if bits is None:
-            return made
-        _log.warning("the weights of %s are rounded to %d bits: texts are those of the rounded model", self.name, bits)
-        return made.rounded(bits)
+        if bits is not None:
+            _log.warning(
+                "the weights of %s are rounded to %d bits: texts are those of the rounded model", self.name, bits
+            )
+            made = made.rounded(bits)
+        if self._options.kv_dtype == "int8":
+            made.round_kv()
+            _log.warning("keys and values of %s are rounded to 8 bits: texts are those of this model", self.name)
+        return made
 
     def _as_it_is(self) -> SlotBackend:
         """The model with the weights that it has."""

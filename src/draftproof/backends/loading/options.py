@@ -18,6 +18,7 @@ DTYPES: dict[str, torch.dtype | str] = {
     "float16": torch.float16,
 }
 ACTIVATIONS = ("int8", "float")  # inputs of products with weights that a GGUF file holds in few bits
+KV_DTYPES = ("auto", "int8")  # of stored keys and values
 WEIGHTS: dict[str, int | None] = {"auto": None, **{f"int{bits}": bits for bits in BITS}}
 
 
@@ -28,6 +29,10 @@ class LoadOptions:
     Attributes:
         activations: one of ACTIVATIONS; see `gguf_model.read_model`.
         weights: one of WEIGHTS: the model is rounded to so many bits when it has been read.
+        kv_dtype: one of KV_DTYPES; see `SlotBackend.round_kv`.
+
+    Raises:
+        UserError: another value of the last three.
     """
 
     dtype: str = "auto"
@@ -42,6 +47,17 @@ class LoadOptions:
     tensor_parallel: int = 1
     activations: str = ACTIVATIONS[0]
     weights: str = "auto"
+    kv_dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Read the names that only draftproof knows."""
+        for name, value, legal in (
+            ("activations", self.activations, ACTIVATIONS),
+            ("weights", self.weights, WEIGHTS),
+            ("kv_dtype", self.kv_dtype, KV_DTYPES),
+        ):
+            if value not in legal:
+                raise UserError(f"{name}: expected one of {', '.join(legal)}, got {value!r}")
 
     def own_dtype(self, default: torch.dtype) -> torch.dtype | None:
         """The dtype of hidden states where weights of few bits are read natively; None where transformers reads them.
@@ -59,7 +75,8 @@ class LoadOptions:
     @property
     def of_transformers(self) -> dict[str, Any]:
         """The arguments of `by_name.load_backend`."""
-        return {name: value for name, value in vars(self).items() if name not in ("activations", "weights")}
+        of_draftproof = ("activations", "weights", "kv_dtype")
+        return {name: value for name, value in vars(self).items() if name not in of_draftproof}
 
 
 def draft_dtype(name: str, dtype: str) -> tuple[str, int | None]:

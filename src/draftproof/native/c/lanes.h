@@ -43,6 +43,10 @@
 #ifdef _WIN32
 #define long long long /* sizes: its own `long` has 32 bits */
 #endif
+#if (defined(WITH_AVX512) && defined(__AVX512VNNI__) && !defined(EMULATE_AVX512)) || \
+    (defined(WITH_NEON) && defined(__ARM_FEATURE_DOTPROD))
+#define WITH_BYTE_DOTS /* one instruction adds four products of bytes to each unit */
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 

@@ -123,6 +123,14 @@ INLINE floats load_signed_bytes(const int8_t *at) {
 INLINE floats load_bytes(const uint8_t *at) {
   return from_units(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at)));
 }
+/* One of the four signed bytes of each unit, as float32. */
+INLINE floats signed_byte(units v, const int number) {
+  return from_units(_mm512_srai_epi32(_mm512_slli_epi32(v, (unsigned)(24 - 8 * number)), 24));
+}
+/* Two bfloat16 numbers in each unit, of float32 ones that are no more. */
+INLINE units paired_bfloat16(floats a, floats b) {
+  return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(a), 16), _mm512_castps_si512(b));
+}
 /* Each byte's lower and upper half. */
 INLINE units lower_halves(units v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 INLINE units upper_halves(units v) { return lower_halves(_mm512_srli_epi32(v, 4)); }
@@ -146,6 +154,12 @@ INLINE units add_byte_dot(units sum, units w, units x) {
   return add_units(add_dot(sum, lower_halves(w), x), shifted_up(add_dot(no_units(), upper_halves(w), x), 4));
 #endif
 }
+#ifdef WITH_BYTE_DOTS
+/* sum + the products of four signed bytes of keys, as `key_bytes` makes them, and of x; and KEY_OFFSET times the bytes of x. */
+enum { KEY_OFFSET = 128 };
+INLINE units key_bytes(units v) { return _mm512_xor_si512(v, _mm512_set1_epi8(-128)); }
+INLINE units add_key_dot(units sum, units keys, units x) { return _mm512_dpbusd_epi32(sum, keys, x); }
+#endif
 INLINE units or_units(units a, units b) { return _mm512_or_si512(a, b); }
 /* Bits of each byte that a mask chooses after a shift up, or down where that is negative; none may cross bytes. */
 INLINE units chosen_bits(units v, const int up, const uint8_t mask) {

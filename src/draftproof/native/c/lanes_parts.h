@@ -316,8 +316,12 @@ INLINE void store_bytes(int8_t *at, floats v) {
   EACH_PART for (int lane = 0; lane < PART; lane++) at[PART * i + lane] = (int8_t)made.p[i][lane];
 }
 INLINE floats load_signed_bytes(const int8_t *at) {
+  typedef int8_t byte_part __attribute__((vector_size(PART), aligned(1), may_alias));
   floats r;
-  EACH_PART for (int lane = 0; lane < PART; lane++) r.p[i][lane] = at[PART * i + lane];
+  EACH_PART {
+    const byte_part bytes = *(const byte_part *)(at + PART * i);
+    r.p[i] = __builtin_convertvector(__builtin_convertvector(bytes, int_part), float_part);
+  }
   return r;
 }
 INLINE floats load_bytes(const uint8_t *at) {
@@ -326,6 +330,18 @@ INLINE floats load_bytes(const uint8_t *at) {
   return r;
 }
 #endif
+/* One of the four signed bytes of each unit, as float32. */
+INLINE floats signed_byte(units v, const int number) {
+  floats r;
+  EACH_PART r.p[i] = __builtin_convertvector((int_part)(v.p[i] << (24 - 8 * number)) >> 24, float_part);
+  return r;
+}
+/* Two bfloat16 numbers in each unit, of float32 ones that are no more. */
+INLINE units paired_bfloat16(floats a, floats b) {
+  units r;
+  EACH_PART r.p[i] = ((bits_part)a.p[i] >> 16) | (bits_part)b.p[i];
+  return r;
+}
 /* Each byte's lower and upper half. */
 INLINE units lower_halves(units v) {
   EACH_PART v.p[i] &= 0x0f0f0f0fu;
@@ -399,6 +415,12 @@ INLINE units add_byte_dot(units sum, units w, units x) {
   return add_units(add_dot(sum, lower_halves(w), x), shifted_up(add_dot(no_units(), upper_halves(w), x), 4));
 #endif
 }
+#ifdef WITH_BYTE_DOTS
+/* sum + the products of four signed bytes of keys, as `key_bytes` makes them, and of x. */
+enum { KEY_OFFSET = 0 };
+INLINE units key_bytes(units v) { return v; }
+INLINE units add_key_dot(units sum, units keys, units x) { return add_signed_dot(sum, keys, x); }
+#endif
 INLINE units or_units(units a, units b) {
   EACH_PART a.p[i] |= b.p[i];
   return a;

@@ -5,15 +5,13 @@
    are paired into the second. Sums go over keys in order, 32 at a time, whatever the queries beside them; keys that a query
    does not see have the weight zero. */
 
-/* Scores [queries, 32], `stride` floats apart, of 32 keys, which may be read up to `end`; from `count` on they are those of
-   the last key. Queries have zeros up to whole vectors. */
-static void score_keys(const bfloat16 *queries, long tiles, const bfloat16 *keys, const bfloat16 *end, long size, long count,
-                       float *scores, long stride) {
+/* Scores of 32 keys of a tile from `key` on; behind the last key they are its own. Queries have zeros up to whole vectors. */
+static void score_keys(const attention_bfloat16 *a, const query_tile_bfloat16 *t, const bfloat16 *queries, long key) {
   units block[2][MOST_DIM / 2];
-  const long near = count < LANES ? count : LANES, beyond = count - LANES < 1 ? 1 : count - LANES;
-  const long dim = rounded_dim_bfloat16(size);
-  transpose_bfloat16(keys, end, size, near, block[0]);
-  transpose_bfloat16(keys + (count > LANES ? LANES : count - 1) * size, end, size, beyond < LANES ? beyond : LANES, block[1]);
+  const long count = t->most - key, near = count < LANES ? count : LANES, beyond = count - LANES < 1 ? 1 : count - LANES;
+  const long dim = rounded_dim_bfloat16(a->dim), tiles = (t->queries + HEIGHT - 1) / HEIGHT, stride = t->padded;
+  transpose_bfloat16(a, t, key, near, block[0]);
+  transpose_bfloat16(a, t, key + (count > LANES ? LANES : count - 1), beyond < LANES ? beyond : LANES, block[1]);
   for (long tile = 0; tile < tiles; tile += 2) {
     const bfloat16 *one = queries + tile * HEIGHT * dim, *two = tile + 1 < tiles ? one + HEIGHT * dim : one;
     _tile_zero(0);
@@ -30,7 +28,7 @@ static void score_keys(const bfloat16 *queries, long tiles, const bfloat16 *keys
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
-    float *at = scores + tile * HEIGHT * stride;
+    float *at = t->scores + key + tile * HEIGHT * stride;
     _tile_stored(0, at, stride * 4);
     _tile_stored(1, at + LANES, stride * 4);
     if (tile + 1 == tiles) continue;
@@ -39,10 +37,10 @@ static void score_keys(const bfloat16 *queries, long tiles, const bfloat16 *keys
   }
 }
 
-/* 32 dimensions of up to two tiles of outputs, before they are divided: [2][2][HEIGHT][LANES]; values may be read up to
-   `end`. */
-static void mix_values(const bfloat16 *weights, const bfloat16 *other, long stride, const bfloat16 *values,
-                       const bfloat16 *end, long dim, long most, float *sums) {
+/* 32 dimensions of up to two tiles of outputs from `d` on, before they are divided: [2][2][HEIGHT][LANES]. */
+static void mix_values(const attention_bfloat16 *a, const query_tile_bfloat16 *t, const bfloat16 *weights,
+                       const bfloat16 *other, long d, float *sums) {
+  const long most = t->most, stride = t->padded * (long)sizeof(float);
   units block[2][LANES];
   _tile_zero(0);
   _tile_zero(1);
@@ -52,13 +50,9 @@ static void mix_values(const bfloat16 *weights, const bfloat16 *other, long stri
     for (long pair = 0; pair < LANES; pair++) {
       const long one = key + 2 * pair < most ? key + 2 * pair : most - 1, two = one + 1 < most ? one + 1 : one;
       units both[2];
-      bfloat16 copied[2][WIDTH_bfloat16];
-      pair_up(both, whole_vector_bfloat16(values + one * dim, end, copied[0]),
-              whole_vector_bfloat16(values + two * dim, end, copied[1]));
+      take_values_bfloat16(a, t, one, two, d, 2, 1, t->value_scales != 0, both);
       block[0][pair] = both[0];
       block[1][pair] = both[1];
-      __builtin_prefetch((const char *)(values + (one + STEP) * dim));
-      __builtin_prefetch((const char *)(values + (two + STEP) * dim));
     }
     LOAD_TILE(4, weights + key, stride);
     LOAD_TILE(6, block[0], 64);
@@ -86,7 +80,7 @@ static void score_bfloat16(const attention_bfloat16 *a, const query_tile_bfloat1
     memcpy(queries + q * size, query_of_bfloat16(a, t, q), (size_t)a->dim * sizeof *queries);
   shape_tiles(HEIGHT);
   for (long key = first; key < last; key += STEP)
-    score_keys(queries, tiles, t->keys + key * a->dim, t->keys_end, a->dim, t->most - key, t->scores + key, t->padded);
+    score_keys(a, t, queries, key);
   _tile_release();
 }
 
@@ -100,7 +94,7 @@ static void mix_bfloat16(const attention_bfloat16 *a, const query_tile_bfloat16 
     const long end = (tile + 2) * HEIGHT < t->queries ? (tile + 2) * HEIGHT : t->queries;
     for (long d = first; d < last; d += STEP) {
       float mixed[4 * HEIGHT * LANES] __attribute__((aligned(64)));
-      mix_values(weights, other, t->padded * (long)sizeof(float), t->values + d, t->values_end, a->dim, t->most, mixed);
+      mix_values(a, t, weights, other, d, mixed);
       for (long q = tile * HEIGHT; q < end; q++) {
         const float *from = mixed + ((q / HEIGHT - tile) * 2 * HEIGHT + q % HEIGHT) * LANES;
         bfloat16 *to = output_of_bfloat16(a, t, q) + d;

@@ -78,6 +78,7 @@ INLINE floats capped(floats x, float cap) {
 
 #include "quantize.h"
 #include "ggml.h"
+#include "cache_bytes.h"
 
 /* --- the largest of some numbers --------------------------------------------------------------------------------- */
 

@@ -268,7 +268,8 @@ int NAME(draftproof_legal)(const ELEM *x, long rows, long dim) {
 typedef struct {
   ELEM *fused;            /* [tokens, heads + 2 key_heads, dim]; queries are rotated in place */
   const ELEM *cos, *sin;  /* of each token, `angles` apart; sin with the sign of rotate_half */
-  ELEM *keys, *values;    /* [slots, key_heads, capacity, dim] */
+  void *keys, *values;    /* [slots, key_heads, capacity, dim]: of the rows' type, or int8 where there are scales */
+  float *scales;          /* [slots, 2 key_heads, capacity]: of each head's keys, and behind them of its values; or 0 */
   const int64_t *places;  /* slot, first position, width and first token of each row; rows are in the order of tokens */
   const int64_t *visible; /* [tokens]: slots that a token may see, before the mask */
   const ELEM *mask;       /* [tokens, horizon], added to scores; 0 for none */
@@ -296,6 +297,33 @@ static void NAME(turn)(long dim, const ELEM *x, ELEM *into, const ELEM *cos, con
     NAME(store_first)(into + dim - 1, 1, mul(NAME(load_first)(x + dim - 1, 1), NAME(load_first)(cos + dim - 1, 1)));
 }
 
+/* A head as float32, with zeros up to whole vectors. */
+INLINE void NAME(widen)(const ELEM *x, float *into, long dim) {
+  for (long i = 0; i < dim; i += LANES) store_float(into + i, NAME(load_first)(x + i, dim - i));
+}
+
+/* A turned query for keys of 8 bits. */
+static void NAME(hadamard_query)(const NAME(attention) * a, ELEM *query) {
+  float mixed[MOST_DIM];
+  NAME(widen)(query, mixed, a->dim);
+  hadamard(mixed, a->dim);
+  const floats by = splat(1.0f / hadamard_size(a->dim)); /* a power of two */
+  for (long i = 0; i < a->dim; i += LANES)
+    NAME(store_first)(query + i, a->dim - i, mul(load_float(mixed + i), by));
+}
+
+/* Write a turned key and a value of 8 bits to a place of a slot. */
+static void NAME(store_bytes)(const NAME(attention) * a, long slot, long head, long place, const ELEM *key,
+                              const ELEM *value) {
+  const long at = ((slot * a->key_heads + head) * a->capacity + place) * a->dim;
+  float *scales = a->scales + (2 * slot * a->key_heads + head) * a->capacity + place, numbers[MOST_DIM];
+  NAME(widen)(key, numbers, a->dim);
+  hadamard(numbers, a->dim);
+  scales[0] = round_to_bytes(numbers, (int8_t *)a->keys + at, a->dim);
+  NAME(widen)(value, numbers, a->dim);
+  scales[a->key_heads * a->capacity] = round_to_bytes(numbers, (int8_t *)a->values + at, a->dim);
+}
+
 /* Rotate queries and keys of some tokens, and write keys and values to the cache; padding is not written. */
 static void NAME(store_tokens)(const NAME(attention) * a, long start, long stop) {
   const long stride = (a->heads + 2 * a->key_heads) * a->dim;
@@ -309,12 +337,17 @@ static void NAME(store_tokens)(const NAME(attention) * a, long start, long stop)
       for (long head = 0; head < a->heads; head++) {
         ELEM *query = fused + head * a->dim;
         NAME(turn)(a->dim, query, query, cos, sin);
+        if (a->scales) NAME(hadamard_query)(a, query);
       }
       for (long head = 0; head < a->key_heads; head++) {
         const long at = ((place[0] * a->key_heads + head) * a->capacity + place[1] + column) * a->dim;
         const ELEM *value = fused + (a->heads + a->key_heads + head) * a->dim;
-        NAME(turn)(a->dim, fused + (a->heads + head) * a->dim, a->keys + at, cos, sin);
-        memcpy(a->values + at, value, (size_t)a->dim * sizeof(ELEM));
+        ELEM turned[MOST_DIM], *key = a->scales ? turned : (ELEM *)a->keys + at;
+        NAME(turn)(a->dim, fused + (a->heads + head) * a->dim, key, cos, sin);
+        if (a->scales)
+          NAME(store_bytes)(a, place[0], head, place[1] + column, key, value);
+        else
+          memcpy((ELEM *)a->values + at, value, (size_t)a->dim * sizeof(ELEM));
       }
     }
   }
@@ -376,19 +409,29 @@ static __attribute__((noinline)) void NAME(transpose_partial)(const ELEM *keys, 
   for (long unit = dim / UNIT + 1; unit < NAME(rounded_dim)(dim) / UNIT; unit++) out[unit] = no_units();
 }
 
-/* Either; the cache may be read up to `end`. */
-INLINE void NAME(transpose)(const ELEM *keys, const ELEM *end, long dim, long count, units *out) {
-  if (dim % NAME(WIDTH))
-    NAME(transpose_partial)(keys, end, dim, count, out);
-  else
-    NAME(transpose_whole)(keys, dim, count, out);
+/* The same of 8 bits, widened without their scales; what is behind a head is finite, and multiplied by zeros or not at all. */
+static void NAME(transpose_bytes)(const int8_t *keys, const int8_t *end, long dim, long count, units *out) {
+  units block[MOST_DIM / 4];
+  exchange_bytes(keys, end, dim, count, block);
+  for (long i = 0; 4 * i < NAME(rounded_dim)(dim); i++) {
+    floats numbers[4];
+#pragma GCC unroll 4
+    for (int byte = 0; byte < 4; byte++) numbers[byte] = signed_byte(block[i], byte);
+#if UNIT == 1
+    memcpy(out + 4 * i, numbers, sizeof numbers);
+#else
+    out[2 * i] = paired_bfloat16(numbers[0], numbers[1]);
+    out[2 * i + 1] = paired_bfloat16(numbers[2], numbers[3]);
+#endif
+  }
 }
 
 /* The queries of one key head in some columns of a row. A query is a column and one of the query heads of the key head; the
    heads of a column follow one another. */
 typedef struct {
-  const ELEM *keys, *values;      /* [capacity, dim] */
-  const ELEM *keys_end, *values_end;
+  const void *keys, *values;      /* [capacity, dim] */
+  const void *keys_end, *values_end;
+  const float *key_scales, *value_scales; /* [capacity], or 0 */
   long token, head, group;        /* the first column's, the first one of `group` query heads */
   long queries, most, padded;     /* keys that one of the queries sees; a whole number of vectors of them */
   float *sums, *scores;           /* [queries]; [queries, padded], and then the values' weights, rounded */
@@ -398,11 +441,15 @@ static NAME(query_tile)
     NAME(query_tile_of)(const NAME(attention) * a, long row, long head, long first, float *scratch) {
   const int64_t *place = a->places + 4 * row;
   const long left = place[2] - first, columns = left < a->columns ? left : a->columns, group = a->heads / a->key_heads;
-  const long at = (place[0] * a->key_heads + head) * a->capacity * a->dim;
-  NAME(query_tile) t = {.keys = a->keys + at, .values = a->values + at, .token = place[3] + first, .head = head * group,
-                        .group = group, .queries = columns * group, .sums = scratch};
-  t.keys_end = t.keys + a->capacity * a->dim;
-  t.values_end = t.values + a->capacity * a->dim;
+  const long size = a->capacity * a->dim * (a->scales ? 1 : (long)sizeof(ELEM)), at = (place[0] * a->key_heads + head) * size;
+  NAME(query_tile) t = {.keys = (char *)a->keys + at, .values = (char *)a->values + at, .token = place[3] + first,
+                        .head = head * group, .group = group, .queries = columns * group, .sums = scratch};
+  t.keys_end = (const char *)t.keys + size;
+  t.values_end = (const char *)t.values + size;
+  if (a->scales) {
+    t.key_scales = a->scales + (2 * place[0] * a->key_heads + head) * a->capacity;
+    t.value_scales = t.key_scales + a->key_heads * a->capacity;
+  }
   for (long token = t.token; token < t.token + columns; token++)
     t.most = a->visible[token] > t.most ? a->visible[token] : t.most;
   t.padded = (t.most + 2 * LANES - 1) / (2 * LANES) * 2 * LANES;
@@ -418,13 +465,70 @@ INLINE ELEM *NAME(output_of)(const NAME(attention) * a, const NAME(query_tile) *
   return a->out + ((t->token + query / t->group) * a->heads + t->head + query % t->group) * a->dim;
 }
 
-#if defined(WITH_AMX) && UNIT == 2
-#include "matrix_attention.h"
-#else
+/* Sixteen keys of a tile from `key` on, in the form of the first `transpose`. */
+INLINE void NAME(transpose)(const NAME(attention) * a, const NAME(query_tile) * t, long key, long count, units *out) {
+  const ELEM *keys = (const ELEM *)t->keys + key * a->dim;
+  if (t->key_scales)
+    NAME(transpose_bytes)((const int8_t *)t->keys + key * a->dim, t->keys_end, a->dim, count, out);
+  else if (a->dim % NAME(WIDTH))
+    NAME(transpose_partial)(keys, t->keys_end, a->dim, count, out);
+  else
+    NAME(transpose_whole)(keys, a->dim, count, out);
+}
 
 #if UNIT == 1 || defined(WITH_WIDE)
 #define IN_FLOATS /* one number at a time, in float32; else UNIT of them */
+typedef floats NAME(taken);
+#else
+typedef units NAME(taken);
 #endif
+
+/* `vectors` times sixteen values of a key from dimension `d` on, or of two keys side by side; where they are `partial`, as many
+   as there are. Values of 8 bits are without their scales. */
+INLINE void NAME(take_values)(const NAME(attention) * a, const NAME(query_tile) * t, long key, long other, long d,
+                              const int vectors, const int partial, const int bytes, NAME(taken) * into) {
+  if (bytes) {
+    const int8_t *one = (const int8_t *)t->values + key * a->dim + d, *two = (const int8_t *)t->values + other * a->dim + d;
+    int8_t copied[2][NAME(WIDTH)];
+    if (partial) {
+      one = whole_bytes(one, t->values_end, NAME(WIDTH), copied[0]);
+      two = whole_bytes(two, t->values_end, NAME(WIDTH), copied[1]);
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) {
+      const floats number = load_signed_bytes(one + v * LANES);
+#ifdef IN_FLOATS
+      into[v] = number;
+      (void)two;
+#else
+      into[v] = paired_bfloat16(number, load_signed_bytes(two + v * LANES));
+#endif
+      if (v % 4 == 0) __builtin_prefetch(one + v * LANES + 4 * LANES * a->dim);
+    }
+    return;
+  }
+  const ELEM *one = (const ELEM *)t->values + key * a->dim + d, *two = (const ELEM *)t->values + other * a->dim + d;
+  ELEM copied[2][NAME(WIDTH)];
+  if (partial) {
+    one = NAME(whole_vector)(one, t->values_end, copied[0]);
+    two = NAME(whole_vector)(two, t->values_end, copied[1]);
+  }
+#pragma GCC unroll 4
+  for (int v = 0; v < vectors; v += UNIT) {
+#ifdef IN_FLOATS
+#pragma GCC unroll 2
+    for (int i = 0; i < UNIT; i++) into[v + i] = NAME(load)(one + (v + i) * LANES);
+#else
+    NAME(take)(into + v, one + v * LANES, two + v * LANES);
+    __builtin_prefetch((const char *)(two + v * LANES + 2 * LANES * a->dim));
+#endif
+    __builtin_prefetch((const char *)(one + v * LANES + 2 * LANES * a->dim));
+  }
+}
+
+#if defined(WITH_AMX) && UNIT == 2
+#include "matrix_attention.h"
+#else
 
 /* A number of queries that is known to the compiler: sums of those that are not there would take as long. */
 #define BY_QUERIES(here, run) \
@@ -492,16 +596,46 @@ static NAME(query_places) NAME(places_of)(const NAME(attention) * a, const NAME(
 #endif
 }
 
+#if defined(WITH_BYTE_DOTS) && UNIT == 2
+/* `score` of keys of 8 bits and queries of no more than 8 significant ones. */
+static void NAME(score_bytes)(const NAME(attention) * a, const NAME(query_tile) * t, float *copied, long first, long last) {
+  const long stride = NAME(rounded_dim)(a->dim) * (long)sizeof *copied;
+  for (long query = 0; query < t->queries; query++) {
+    float numbers[MOST_DIM];
+    NAME(widen)(NAME(query_of)(a, t, query), numbers, a->dim);
+    digits_of(numbers, a->dim, (query_digits *)((char *)copied + query * stride));
+  }
+  for (long key = first; key < last; key += LANES) {
+    const long left = t->most - key, from = left < 1 ? t->most - 1 : key, count = left < 1 ? 1 : left;
+    units block[MOST_DIM / 4];
+    exchange_bytes((const int8_t *)t->keys + from * a->dim, t->keys_end, a->dim, count, block);
+    for (long q = 0; q < t->queries; q += TOGETHER) {
+      const long here = t->queries - q < TOGETHER ? t->queries - q : TOGETHER;
+#define RUN(number) \
+  dot_some(block, (const char *)copied + q * stride, stride, t->scores + q * t->padded + key, t->padded, a->dim, number)
+      BY_QUERIES(here, RUN)
+#undef RUN
+    }
+  }
+}
+#endif
+
 /* Products of a tile's queries with the keys from `first` to `last`, multiples of 32; from `most` on they are those of the
    last key. `copied` is for the queries. */
 static void NAME(score)(const NAME(attention) * a, const NAME(query_tile) * t, float *copied, long first, long last) {
+#if defined(WITH_BYTE_DOTS) && UNIT == 2
+  if (t->key_scales) {
+    NAME(score_bytes)(a, t, copied, first, last);
+    return;
+  }
+#endif
   units block[2][MOST_DIM / UNIT];
   const NAME(query_places) places = NAME(places_of)(a, t, copied);
   for (long key = first; key < last; key += 2 * LANES) {
     for (int b = 0; b < 2; b++) {
       const long left = t->most - key - b * LANES, from = left < 1 ? t->most - 1 : key + b * LANES;
       const long count = left < 1 ? 1 : left < LANES ? left : LANES;
-      NAME(transpose)(t->keys + from * a->dim, t->keys_end, a->dim, count, block[b]);
+      NAME(transpose)(a, t, from, count, block[b]);
     }
     for (long q = 0; q < t->queries; q += TOGETHER) {
       const void *queries[6];
@@ -518,7 +652,7 @@ static void NAME(score)(const NAME(attention) * a, const NAME(query_tile) * t, f
 /* Values by weights: `vectors` times sixteen dimensions of some queries' outputs; where they are `partial`, as many of UNIT
    times sixteen as a head still has. */
 INLINE void NAME(mix_some)(const NAME(attention) * a, const NAME(query_tile) * t, long query, long d, const int count,
-                           const int vectors, const int partial) {
+                           const int vectors, const int partial, const int bytes) {
   const float *scores = t->scores + query * t->padded;
   floats sum[6][WIDE];
 #pragma GCC unroll 6
@@ -526,46 +660,26 @@ INLINE void NAME(mix_some)(const NAME(attention) * a, const NAME(query_tile) * t
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) sum[m][v] = zeros();
 #ifdef IN_FLOATS
-  for (long key = 0; key < t->most; key++) {
-    const ELEM *one = t->values + key * a->dim + d;
-    ELEM copied[NAME(WIDTH)];
-    if (partial) one = NAME(whole_vector)(one, t->values_end, copied);
-    floats taken[WIDE];
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) {
-      taken[v] = NAME(load)(one + v * LANES);
-      if (v % UNIT == 0) __builtin_prefetch((const char *)(one + v * LANES + 2 * LANES * a->dim));
-    }
+  const long step = 1;
+#else
+  const long step = UNIT;
+#endif
+  for (long key = 0; key < t->most; key += step) {
+    NAME(taken) taken[WIDE];
+    NAME(take_values)(a, t, key, key + 1 < t->most ? key + 1 : key, d, vectors, partial, bytes, taken);
 #pragma GCC unroll 6
     for (int m = 0; m < count; m++) {
+#ifdef IN_FLOATS
       const floats weight = splat(scores[m * t->padded + key]);
 #pragma GCC unroll 4
       for (int v = 0; v < vectors; v++) sum[m][v] = multiply_add(taken[v], weight, sum[m][v]);
-    }
-  }
 #else
-  for (long key = 0; key < t->most; key += UNIT) {
-    const ELEM *one = t->values + key * a->dim + d, *two = key + 1 < t->most ? one + a->dim : one;
-    ELEM copied[2][NAME(WIDTH)];
-    if (partial) {
-      one = NAME(whole_vector)(one, t->values_end, copied[0]);
-      two = NAME(whole_vector)(two, t->values_end, copied[1]);
-    }
-    units taken[WIDE];
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v += UNIT) {
-      NAME(take)(taken + v, one + v * LANES, two + v * LANES);
-      __builtin_prefetch((const char *)(one + v * LANES + 2 * LANES * a->dim));
-      __builtin_prefetch((const char *)(two + v * LANES + LANES * a->dim));
-    }
-#pragma GCC unroll 6
-    for (int m = 0; m < count; m++) {
       const units weight = splat_unit((const ELEM *)(scores + m * t->padded) + key);
 #pragma GCC unroll 4
       for (int v = 0; v < vectors; v++) sum[m][v] = NAME(add_product)(sum[m][v], taken[v], weight);
+#endif
     }
   }
-#endif
 #pragma GCC unroll 6
   for (int m = 0; m < count; m++)
 #pragma GCC unroll 4
@@ -581,19 +695,18 @@ INLINE void NAME(mix_some)(const NAME(attention) * a, const NAME(query_tile) * t
 
 /* The last dimensions of heads that are no whole vectors; apart, so that the code of the others stays small. */
 static __attribute__((noinline)) void NAME(mix_last)(const NAME(attention) * a, const NAME(query_tile) * t, long query,
-                                                     long d, long here) {
-#define RUN(count) NAME(mix_some)(a, t, query, d, count, UNIT, 1)
+                                                     long d, long here, int bytes) {
+#define RUN(count) NAME(mix_some)(a, t, query, d, count, UNIT, 1, bytes)
   BY_QUERIES(here, RUN)
 #undef RUN
 }
 
-/* A tile's outputs in the dimensions from `first`, a multiple of 32, to `last`, another one or the last of all. */
-static void NAME(mix)(const NAME(attention) * a, const NAME(query_tile) * t, long first, long last) {
+INLINE void NAME(mix_all)(const NAME(attention) * a, const NAME(query_tile) * t, long first, long last, const int bytes) {
   for (long q = 0; q < t->queries; q += TOGETHER) {
     const long here = t->queries - q < TOGETHER ? t->queries - q : TOGETHER;
     for (long d = first; d < last;) {
-#define RUN_WIDE(count) NAME(mix_some)(a, t, q, d, count, WIDE, 0)
-#define RUN(count) NAME(mix_some)(a, t, q, d, count, UNIT, 0)
+#define RUN_WIDE(count) NAME(mix_some)(a, t, q, d, count, WIDE, 0, bytes)
+#define RUN(count) NAME(mix_some)(a, t, q, d, count, UNIT, 0, bytes)
       if (last - d >= WIDE * LANES) {
         BY_QUERIES(here, RUN_WIDE)
         d += WIDE * LANES;
@@ -601,7 +714,7 @@ static void NAME(mix)(const NAME(attention) * a, const NAME(query_tile) * t, lon
         BY_QUERIES(here, RUN)
         d += UNIT * LANES;
       } else {
-        NAME(mix_last)(a, t, q, d, here);
+        NAME(mix_last)(a, t, q, d, here, bytes);
         d += UNIT * LANES;
       }
 #undef RUN
@@ -610,11 +723,19 @@ static void NAME(mix)(const NAME(attention) * a, const NAME(query_tile) * t, lon
   }
 }
 
+/* A tile's outputs in the dimensions from `first`, a multiple of 32, to `last`, another one or the last of all. */
+static void NAME(mix)(const NAME(attention) * a, const NAME(query_tile) * t, long first, long last) {
+  if (t->value_scales)
+    NAME(mix_all)(a, t, first, last, 1);
+  else
+    NAME(mix_all)(a, t, first, last, 0);
+}
+
 #undef BY_QUERIES
 #endif /* WITH_AMX */
 
-/* The products of one query become exponentials over the largest score, in the rows' type; their sum is of what was not
-   rounded. */
+/* The products of one query become exponentials over the largest score, in the rows' type, times their values' scales where
+   there are these; their sum is of what was not rounded. */
 static void NAME(weigh)(const NAME(attention) * a, const NAME(query_tile) * t, long query) {
   const floats scale = splat(a->scale), nothing = splat(-INFINITY);
   const long token = t->token + query / t->group, seen = a->visible[token];
@@ -623,6 +744,7 @@ static void NAME(weigh)(const NAME(attention) * a, const NAME(query_tile) * t, l
   floats top = nothing, sum = zeros();
   for (long key = 0; key < t->padded; key += LANES) {
     floats score = mul(load_float(scores + key), scale);
+    if (t->key_scales) score = mul(score, load_first_float(t->key_scales + key, t->most - key));
     if (a->cap != 0.0f) score = capped(score, a->cap);
     if (a->mask) score = add(score, NAME(load_first)(a->mask + token * a->horizon + key, t->most - key));
     score = first_of(seen - key, score, nothing);
@@ -631,8 +753,9 @@ static void NAME(weigh)(const NAME(attention) * a, const NAME(query_tile) * t, l
   }
   top = splat(largest_of(larger(splat(sink), top)));
   for (long key = 0; key < t->padded; key += LANES) {
-    const floats weight = exponential(sub(load_float(scores + key), top));
+    floats weight = exponential(sub(load_float(scores + key), top));
     sum = add(sum, weight);
+    if (t->value_scales) weight = mul(weight, load_first_float(t->value_scales + key, t->most - key));
 #ifdef IN_FLOATS
     store_float(scores + key, NAME(rounded)(weight));
 #else
@@ -798,14 +921,15 @@ static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, ELEM *x,
   NAME(apply_onto)(l, &l->down, gated, x, normed, l->made, l->made_least, tokens, l->inner, rest, threads);
 }
 
-/* Layers after one another on x [tokens, size], in place, each with its keys and values; `work` has
+/* Layers after one another on x [tokens, size], in place, each with its keys, values and scales; `work` has
    tokens * (size + 2 (heads + key_heads) dim + 3 inner) elements, and space for quantized inputs and mixtures where there
    are. */
-void NAME(draftproof_layers)(const NAME(layer) * l, long count, NAME(attention) * a, ELEM *const *keys,
-                             ELEM *const *values, ELEM *x, ELEM *work, long threads) {
+void NAME(draftproof_layers)(const NAME(layer) * l, long count, NAME(attention) * a, void *const *keys, void *const *values,
+                             float *const *scales, ELEM *x, ELEM *work, long threads) {
   for (long number = 0; number < count; number++) {
     a->keys = keys[number];
     a->values = values[number];
+    a->scales = scales[number];
     NAME(run_layer)(l + number, a, x, work, threads);
   }
 }
