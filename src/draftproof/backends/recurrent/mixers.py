@@ -9,7 +9,6 @@ mixer ever reads padding.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,19 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from draftproof.backends.cache.slot_cache import SlotCache, WritePlan
-from draftproof.backends.model_info import input_device
+from draftproof.backends.model_info import cache_name, input_device
 from draftproof.backends.recurrent.states import Group, Key, StateView
 
-STATES_ONLY = "cache_params"  # the name of the cache in models without attention
-_CACHE_NAMES = ("past_key_values", STATES_ONLY)
 _SHORT = 9  # tokens that mixers read when they are compared
 _SAME = 1e-4  # relative difference in float32 that rounding explains
-
-
-def cache_name(model: Any) -> str | None:
-    """The name under which a model's forward pass takes its cache; None if it takes none of transformers' own."""
-    taken = inspect.signature(model.forward).parameters
-    return next((name for name in _CACHE_NAMES if name in taken), None)
 
 
 def mixers_of(model: Any) -> tuple[nn.Module, ...] | None:
