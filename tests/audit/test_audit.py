@@ -280,15 +280,22 @@ def test_the_audited_rule_leaves_the_global_generator_alone(rules_file):
 
 # --- other packages --------------------------------------------------------------------------------------------------
 
+RULE = ("--only", "transformers rule")
+
+
+def test_an_unknown_audit_is_one_line():
+    message = run("packages", "--only", "x", code=1).stderr
+    assert message.startswith("draftproof: error: --only: expected the beginning of one of transformers rule, ")
+
 
 def test_transformers_is_audited_with_its_version():
-    report, *_ = objects(run("packages", "--json"))
+    report, *_ = objects(run("packages", *RULE, "--json"))
     assert report["version"] == transformers.__version__
     assert report["status"] == "ok"  # as of 5.23
     assert {line["method"] for line in report["float64"]} == {"enumeration"}
     assert max(line["total_variation"] for line in report["float64"]) < 1e-12
     assert max(line["total_variation"] for line in report["float32"]) < 1e-6
-    assert transformers.__version__ in run("packages").stdout.splitlines()[0]
+    assert transformers.__version__ in run("packages", *RULE).stdout.splitlines()[0]
     assert torch.rand_like(torch.zeros(3)).shape == (3,)
 
 
@@ -301,7 +308,7 @@ def test_a_wrong_rule_of_another_package_fails(monkeypatch):
         return whole(*args, assistant_ensemble_weight=0.5)
 
     monkeypatch.setattr(utils, "_speculative_sampling", lossy)
-    report, *_ = objects(run("packages", "--json", code=1))
+    report, *_ = objects(run("packages", *RULE, "--json", code=1))
     assert report["status"] == "FAIL"
 
 
@@ -315,7 +322,7 @@ def test_a_package_that_is_missing_or_has_moved_is_reported(monkeypatch):
     from transformers.generation import utils
 
     monkeypatch.delattr(utils, "_speculative_sampling")
-    assert "not audited: " in run("packages").stdout
+    assert "not audited: " in run("packages", *RULE).stdout
 
     def missing(name):
         raise draftproof.audit.adapters.importlib.metadata.PackageNotFoundError(name)

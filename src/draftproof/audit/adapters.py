@@ -11,25 +11,27 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.audit.check import CheckLine, enumerated, tested
+from draftproof.audit import generators
+from draftproof.audit.check import ROUNDED, CheckLine, enumerated, tested
 from draftproof.audit.distributions import all_drafts, as_paths
+from draftproof.audit.patches import enumerated_draws, patched
 from draftproof.audit.suite import suite
+from draftproof.errors import UserError
 from draftproof.functional.chain import ChainVerdict
 from draftproof.rng import Rng
 
-ROUNDED = 1e-6  # total variation that rounding to float32 may cause
+Loaded = TypeVar("Loaded")
 
 
 @dataclass(frozen=True)
@@ -64,31 +66,6 @@ class Report:
         return {**names, "status": self.status, "notes": self.notes, **models}
 
 
-class _Uniforms:
-    """In place of a tensor of uniforms that is only compared: each comparison is a draw of our Rng."""
-
-    def __init__(self, rng: Rng) -> None:
-        self._rng = rng
-
-    def __le__(self, prob: Tensor) -> Tensor:
-        return self._rng.bernoulli(prob.clamp(max=1))
-
-    __lt__ = __le__
-
-
-@contextmanager
-def _patched(**functions: Callable[..., Any]) -> Iterator[None]:
-    """Replace functions of torch within the block."""
-    before = {name: getattr(torch, name) for name in functions}
-    try:
-        for name, function in functions.items():
-            setattr(torch, name, function)
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(torch, name, function)
-
-
 TRANSFORMERS = "transformers.generation.utils._speculative_sampling"
 
 
@@ -102,12 +79,7 @@ def transformers_verify(
     tokens: Int[Tensor, "1 n"], q: Float[Tensor, "1 n V"], p: Float[Tensor, "1 n+1 V"], *, rng: Rng
 ) -> ChainVerdict:
     """transformers' speculative sampling as a chain rule; it is written for one row."""
-
-    def multinomial(weights: Tensor, num_samples: int = 1, **_: Any) -> Tensor:
-        assert num_samples == 1, f"{num_samples} draws per row: only one can be enumerated"
-        return rng.categorical(weights).unsqueeze(-1)
-
-    with _patched(rand_like=lambda *_, **__: _Uniforms(rng), multinomial=multinomial):
+    with enumerated_draws(rng):
         emitted, matches = _speculative_sampling()(tokens, q.log(), tokens.shape[1], p.log())
     return ChainVerdict(matches.reshape(1), emitted[:, -1])
 
@@ -116,7 +88,7 @@ def _accepts_the_impossible() -> bool:
     """Whether a drafted token with p = 0 is accepted when the uniform is exactly 0."""
     q, p = torch.tensor([[[0.5, 0.5, 0.0]]]), torch.tensor([[[0.0, 0.5, 0.5], [0.0, 0.5, 0.5]]])
     rule = _speculative_sampling()
-    with _patched(rand_like=torch.zeros_like):
+    with patched(torch, rand_like=torch.zeros_like):
         _, matches = rule(torch.tensor([[0]]), q.log(), 1, p.log())
     return int(matches) > 0
 
@@ -125,8 +97,8 @@ def _audited(
     name: str,
     packages: Sequence[str],
     rule: str,
-    load: Callable[[], Callable[..., Any]],
-    run: Callable[[Callable[..., Any]], dict[str, list[Any]]],
+    load: Callable[[], Loaded],
+    run: Callable[[Loaded], dict[str, list[Any]]],
 ) -> Report:
     """The audit of a package, if it is installed and has the rule.
 
@@ -135,7 +107,7 @@ def _audited(
         packages: that may hold the rule; the first that is installed does.
         rule: where it is.
         load: imports it.
-        run: gives the lists of the report.
+        run: takes what was loaded, and gives the lists of the report.
     """
     version = next(filter(None, map(_version, packages)), None)
     if version is None:
@@ -172,6 +144,26 @@ def _notes(rounded: list[CheckLine]) -> list[str]:
             "the comparison is not strict; the enumeration treats uniforms as continuous and does not count this"
         )
     return notes
+
+
+def audit_generator(name: str, *, full: bool = False) -> Report:
+    """Enumerate the output of transformers' `generate` with one of its generators of drafts, on tiny models.
+
+    Args:
+        name: a key of `generators.ALL`.
+        full: more sampling parameters.
+    """
+
+    def run(subject: Any) -> dict[str, list[Any]]:
+        lines = generators.audit(subject, generator.length, full=full)
+        lossy = [line for line in lines if line.verdict != "ok"]
+        return {"rounded": lines, "notes": [generators.NOTE, *map(generators.in_words, lossy)]}
+
+    generator = generators.ALL[name]
+    return _audited(
+        f"transformers, {name}", ("transformers",), f"{generators.MODULE}.{generator.rule}",
+        lambda: generators.load(generator), run,
+    )  # fmt: skip
 
 
 _ALPHA = 0.01  # false-alarm rate of all statistical tests of one rule together
@@ -303,8 +295,21 @@ def _version(package: str) -> str | None:
 
 
 ADAPTERS: dict[str, Callable[..., Report]] = {
-    "transformers": audit_transformers,
+    "transformers rule": audit_transformers,
+    **{f"transformers {name}": partial(audit_generator, name) for name in generators.ALL},
     "vllm": audit_vllm,
     "sglang": audit_sglang,
     "sglang block": partial(audit_sglang, "sglang, block verification", block_verification=True),
 }
+
+
+def chosen(names: Sequence[str]) -> list[Callable[..., Report]]:
+    """The audits whose names begin with one of some words; all of them without any.
+
+    Raises:
+        UserError: no name begins with a word.
+    """
+    for name in names:
+        if not any(key.startswith(name) for key in ADAPTERS):
+            raise UserError(f"--only: expected the beginning of one of {', '.join(ADAPTERS)}, got {name!r}")
+    return [run for key, run in ADAPTERS.items() if not names or key.startswith(tuple(names))]

@@ -40,6 +40,7 @@ from draftproof.testing import total_variation
 
 Kind = Literal["chain", "path"]
 EXACT = 1e-12
+ROUNDED = 1e-6  # total variation that rounding to float32 may cause
 POWER = 0.99
 BATCH = 8192
 LARGER = ("trap", "zeros", "disjoint", "near-equal")  # pairs on which path rules verify chains of two tokens

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -16,6 +17,33 @@ _CONTEXT = ("max_position_embeddings", "max_seq_len", "max_target_positions")  #
 ADVICE = "speculative decoding needs a decoder-only model whose keys, values and states are in transformers' own cache"
 
 SNAPSHOTS = "layers with a recurrent state, which this backend cannot take back: use backend snapshot or auto"
+
+
+@functools.cache
+def cache_names() -> tuple[str, ...]:
+    """The names that models give to transformers' own cache; from transformers 5.24 on it is called `cache`."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    renamed = ("cache",) if "cache" in {each.name for each in fields(CausalLMOutputWithPast)} else ()
+    return ("past_key_values", *renamed, "cache_params")
+
+
+def cache_name(model: Any) -> str | None:
+    """The name under which a module's forward pass takes its cache; None if it takes none of transformers' own."""
+    taken = inspect.signature(model.forward).parameters
+    own = "dict" in str(taken["cache"].annotation) if "cache" in taken else False  # XLM's cache is its own
+    return next((name for name in cache_names() if name in taken and not (name == "cache" and own)), None)
+
+
+def states_only(model: Any) -> bool:
+    """Whether a model takes transformers' cache and keeps states alone in it, without keys and values."""
+    from transformers import DynamicCache
+
+    name = cache_name(model)
+    library: Any = DynamicCache
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        return False
+    return name == "cache_params" or (name == "cache" and all(library(config=model.config).is_linear))
 
 
 def refuse_unsuitable(model: Any, name: str) -> None:
@@ -36,7 +64,7 @@ def refuse_unsuitable(model: Any, name: str) -> None:
     if model.get_output_embeddings() is None:
         raise UserError(f"{name} ({kind}) has no output embedding, so it is no causal language model")
     parameters = inspect.signature(model.forward).parameters
-    if not {"past_key_values", "cache_params"} & set(parameters):
+    if cache_name(model) is None:
         known = {"state", "cache"} & set(parameters)
         kept = (
             f"keeps its past in its own form ({', '.join(known)})"

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from draftproof.backends.model_info import cache_names
 from draftproof.bench.cell import Cell
 from draftproof.bench.model_cache import Answerer, ModelCache, Stopwatch
 from draftproof.bench.questions import Question
@@ -184,7 +185,7 @@ def _generation_config(**options: Any) -> Any:
 def _counter(found: list[tuple[int, int]]) -> Callable[..., None]:
     def count(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001
         ids: Any = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        keys = kwargs.get("past_key_values")
+        keys = next((kwargs[name] for name in cache_names() if name in kwargs), None)
         found.append((0 if keys is None else int(keys.get_seq_length()), int(ids.shape[1])))
 
     return count

@@ -210,17 +210,26 @@ def check(
 
 
 @app.command()
-def packages(*, full: Full = False, as_json: Json = False) -> None:
+def packages(
+    *,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only audits whose name begins so; may be repeated.")
+    ] = None,
+    full: Full = False,
+    as_json: Json = False,
+) -> None:
     """Check the rules of other packages, as installed here; exit code 1 if one is not lossless.
 
-    transformers is enumerated. vLLM and SGLang are tested by statistics, in an environment in which they are installed.
+    transformers is enumerated: its rule, and the output of `generate` with each of its generators of drafts.
+    vLLM and SGLang are tested by statistics, in an environment in which they are installed.
     """
     import torch
 
-    from draftproof.audit.adapters import ADAPTERS
+    from draftproof.audit.adapters import chosen
 
     torch.set_num_threads(1)
-    reports = list(_counted((run(full=full) for run in ADAPTERS.values()), len(ADAPTERS), "auditing"))
+    audits = chosen(only or [])
+    reports = list(_counted((run(full=full) for run in audits), len(audits), "auditing"))
     for report in reports:
         if as_json:
             typer.echo(json.dumps(report.to_dict()))

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from draftproof.backends.model_info import cache_names
 from draftproof.engine.stats import Stats
 from draftproof.errors import UserError
 from draftproof.integrations.engine_cache import Composition, engine_of, forget
@@ -27,7 +28,6 @@ from draftproof.integrations.rows import Ends, Rows, params_of, prompts_of
 
 __all__ = ["Speculative", "forget", "speculative"]
 _OURS = ("use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "return_dict")
-_CACHES = ("past_key_values", "cache_params")
 _FRAMES = 32  # between transformers' generate and the callable there may be a caller's own wrappers
 
 
@@ -158,7 +158,7 @@ def _refuse_arguments(model: Any, input_ids: Tensor, given: dict[str, Any], call
         raise UserError(
             "synced_gpus is set: a model that is spread over processes cannot be read here; gather it first"
         )
-    for name in _CACHES:
+    for name in cache_names():
         cache = given.get(name)
         filled = cache is not None and hasattr(cache, "get_seq_length") and cache.get_seq_length() > 0
         if filled or getattr(cache, "_is_user_defined", False):
@@ -168,7 +168,7 @@ def _refuse_arguments(model: Any, input_ids: Tensor, given: dict[str, Any], call
             )
     if not input_ids.shape[1]:
         raise UserError("input_ids are empty: give token ids (inputs_embeds alone cannot be continued here)")
-    known = {"attention_mask", "position_ids", *_OURS, *_CACHES}
+    known = {"attention_mask", "position_ids", *_OURS, *cache_names()}
     for name, value in given.items():
         if name not in known and value is not None:
             raise UserError(

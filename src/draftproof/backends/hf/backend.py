@@ -24,10 +24,10 @@ from draftproof.backends.hf.native_modules import natively
 from draftproof.backends.hf.probe import Probe
 from draftproof.backends.hf.quantized_modules import quantizing
 from draftproof.backends.hf.truncate import first_layers, layers_of
-from draftproof.backends.model_info import ADVICE, SNAPSHOTS, ModelInfo
+from draftproof.backends.model_info import ADVICE, SNAPSHOTS, ModelInfo, cache_name, states_only
 from draftproof.backends.new_weights import copy_into, state_of
 from draftproof.backends.products.calibration import InputStatistics, write
-from draftproof.backends.recurrent.mixers import STATES_ONLY, cache_name, mixers_of
+from draftproof.backends.recurrent.mixers import mixers_of
 from draftproof.errors import UndraftableError, UserError
 
 
@@ -55,8 +55,10 @@ class HFBackend(SlotBackend):
         self.model = model.eval()
         self.config = model.config.get_text_config()
         self.embed = model.get_input_embeddings()
-        if self.kind == HFBackend.kind and cache_name(model) == STATES_ONLY:
-            own = "keeps its past in its own form (cache_params)"
+        self._cache_name = cache_name(model) or ""
+        self._states_only = states_only(model)
+        if self.kind == HFBackend.kind and self._states_only:
+            own = f"keeps its past in its own form ({self._cache_name})"
             raise UndraftableError(f"{self.name} {f'has {SNAPSHOTS}' if mixers_of(model) else f'{own}: {ADVICE}'}")
         alibi.follow_passes(model)
         self._switch = switch_of(model)
@@ -168,7 +170,7 @@ class HFBackend(SlotBackend):
 
     def _inputs(self, layout: Layout, view: CacheView) -> dict[str, Any]:
         """What the forward pass takes beside the tokens."""
-        return {"attention_mask": self._masks(layout), "position_ids": layout.positions, "past_key_values": view}
+        return {"attention_mask": self._masks(layout), "position_ids": layout.positions, self._cache_name: view}
 
     def _masks(self, layout: Layout) -> Tensor | dict[str, Tensor | None]:
         """A mask for each kind of layer; a tensor where there is only one kind."""

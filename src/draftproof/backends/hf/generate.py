@@ -20,7 +20,7 @@ from draftproof.backends.cache.sessions import SlotSession
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.hf.probe import TOLERANCE, distance
-from draftproof.backends.model_info import ModelInfo
+from draftproof.backends.model_info import ModelInfo, cache_names
 from draftproof.errors import UserError, reason
 
 _PROMPT, _STEPS = 5, 4  # tokens of the check
@@ -138,7 +138,8 @@ class PlainBackend(SlotBackend):
     def _first(self, ids: Int[Tensor, "1 tokens"]) -> tuple[Float[Tensor, " vocab"], dict[str, Any]]:
         """Read a prompt."""
         options = self._prepared(ids)
-        width = ids.shape[1] if options.get("past_key_values") is not None else None
+        caches = (options.get(name) for name in cache_names() if name != "cache_params")
+        width = ids.shape[1] if any(cache is not None for cache in caches) else None
         return self._call(ids, width, options, is_first_iteration=True)
 
     def _next(

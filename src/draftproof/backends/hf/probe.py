@@ -27,8 +27,8 @@ from torch import Tensor
 
 from draftproof.backends.base import Backend, Capabilities, Feed, unread
 from draftproof.backends.cache.windows import CHUNKED, LINEAR, RECURRENT, SLIDING, Windows, windows_of
-from draftproof.backends.model_info import ADVICE, SNAPSHOTS, input_device, quantization_method
-from draftproof.backends.recurrent.mixers import cache_name, mixers_of
+from draftproof.backends.model_info import ADVICE, SNAPSHOTS, cache_name, input_device, quantization_method
+from draftproof.backends.recurrent.mixers import mixers_of
 from draftproof.errors import UndraftableError, UserError, reason
 from draftproof.tree import TokenTree
 

@@ -25,7 +25,7 @@ from draftproof.backends.cache.sessions import SlotSession
 from draftproof.backends.cache.slot_cache import CacheView, SlotCache
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.probe import Probe
-from draftproof.backends.recurrent.mixers import STATES_ONLY, cache_name, continuation, in_pieces, mixers_of
+from draftproof.backends.recurrent.mixers import continuation, in_pieces, mixers_of
 from draftproof.backends.recurrent.recurrences import follow_passes, in_pass
 from draftproof.backends.recurrent.states import Group, State, StateView
 from draftproof.errors import UserError
@@ -221,8 +221,7 @@ class SnapshotBackend(HFBackend):
         return made
 
     def _inputs(self, layout: Layout, view: CacheView) -> dict[str, Any]:
-        name = cache_name(self.model)
-        return {name: view} if name == STATES_ONLY else super()._inputs(layout, view)
+        return {self._cache_name: view} if self._states_only else super()._inputs(layout, view)
 
     def _groups(self, feeds: Sequence[Feed]) -> list[Group]:
         """Rows that recurrent layers read together: as many tokens and drafts, and all after a state or none."""

@@ -10,7 +10,6 @@ reads padding.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,22 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from draftproof.backends.cache.slot_cache import SlotCache, WritePlan
-from draftproof.backends.model_info import input_device
+from draftproof.backends.model_info import cache_name, input_device
 from draftproof.backends.recurrent.recurrences import FEW, in_pass
 from draftproof.backends.recurrent.states import Group, Key, StateView
 
-STATES_ONLY = "cache_params"  # the name of the cache in models without attention
-_CACHE_NAMES = ("past_key_values", STATES_ONLY)
 _ROOT = 3  # where mixers are divided when they are compared
 _SHORT = _ROOT + FEW + 1  # tokens that they read then: both forms of a recurrence are used
 _LAST = 4  # of which so many are read one by one
 _SAME = 1e-4  # relative difference in float32 that rounding explains
-
-
-def cache_name(model: Any) -> str | None:
-    """The name under which a model's forward pass takes its cache; None if it takes none of transformers' own."""
-    taken = inspect.signature(model.forward).parameters
-    return next((name for name in _CACHE_NAMES if name in taken), None)
 
 
 def mixers_of(model: Any) -> tuple[nn.Module, ...] | None:

@@ -21,6 +21,7 @@ from draftproof.backends.heads.published import mtp_qwen
 from draftproof.backends.heads.published.steps import StepsBackend
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.native_modules import natively
+from draftproof.backends.model_info import cache_name
 from draftproof.errors import UserError, reason
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -44,6 +45,7 @@ class MtpNet(HeadNet):
         self.embed = mtp.embed_tokens
         self.logits = mtp._project_to_logits  # noqa: SLF001 - has no public name
         kinds = getattr(mtp.config, "layer_types", None)
+        self._cache_name = cache_name(mtp.layers[number]) or ""
         self._kind = None if kinds is None else kinds[number]
         self._window = mtp.config.sliding_window if self._kind == "sliding_attention" else None
 
@@ -66,7 +68,7 @@ class MtpNet(HeadNet):
             position_embeddings=turned,
             attention_mask=layout.mask(self._window, self._dtype),
             position_ids=positions,
-            past_key_values=CacheView(cache, layout.plan),
+            **{self._cache_name: CacheView(cache, layout.plan)},
         )
         return mtp.shared_post_norm(made) if mtp.use_shared_post_norm else made
 
