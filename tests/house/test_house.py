@@ -151,6 +151,13 @@ def test_tests_that_are_named_exist():
     assert not [each for each in sorted(named) if not (ROOT / each[1]).exists()]
 
 
+def test_names_of_test_files_are_unique():
+    """Folders of tests are no packages, so pytest cannot import two files of one name; a run of one folder hides it."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) > 100
+    assert sorted(names) == sorted(set(names))
+
+
 def test_the_file_tree_is_true():
     command = [sys.executable, str(ROOT / "scripts" / "architecture.py"), "--check"]
     found = subprocess.run(command, check=False)
