@@ -269,6 +269,15 @@ def test_a_wrong_state_at_the_root_makes_a_layer_read_in_pieces(kind, monkeypatc
     assert not goes_on.divisible
 
 
+def test_a_recurrence_whose_state_has_no_name_is_not_divided(monkeypatch):
+    """It is read in pieces then, and no error ends the loading."""
+    backend("qwen3_5_text")
+    monkeypatch.setattr(recurrences, "_STATES", ("another",))
+    goes_on = continuation(model("qwen3_5_text"), mixers_of(model("qwen3_5_text")))
+    assert not goes_on.stepwise
+    assert not goes_on.divisible
+
+
 @pytest.mark.parametrize("kind", ["nemotron_h", "zamba"])
 def test_layers_that_read_one_by_one_are_not_divided(kind):
     assert backend(kind).stepwise

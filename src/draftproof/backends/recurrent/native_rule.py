@@ -33,7 +33,7 @@ class NativeRule:
     @classmethod
     def of(cls, own: Callable[..., Any]) -> NativeRule | None:
         """C in place of a function; None where there is no C, or the function is another rule."""
-        if native.operations_for(torch.zeros(1)) is None:
+        if native.operations_for(torch.zeros(1, dtype=torch.float32)) is None:
             return None
         every = frozenset((dims, shared) for dims in (3, 4) for shared in (False, True))
         known = frozenset(kind for kind in every if _same_rule(own, cls(own, every), *kind))
@@ -53,7 +53,7 @@ class NativeRule:
     ) -> tuple[Tensor, Tensor | None]:
         """The outputs [rows, tokens, heads, size], and the state at the end where it is wanted."""
         inputs, dim = (query, key, value, g, beta), key.shape[-1]
-        operations = native.operations_for(torch.empty(0, device=query.device))
+        operations = native.operations_for(torch.empty(0, device=query.device, dtype=torch.float32))
         if (
             operations is None
             or (g.dim(), key.shape[2] != value.shape[2]) not in self.known
@@ -78,11 +78,14 @@ def _same_rule(own: Callable[..., Any], rule: NativeRule, dims: int, shared: boo
     """Whether C and a function of transformers compute the same from some inputs, with a state and without."""
     source = torch.Generator().manual_seed(0)
     heads, sizes = (2 if shared else 4, 4), (2, 3, 8)
-    query, key = (torch.randn((*sizes[:2], heads[0], sizes[2]), generator=source) for _ in range(2))
-    value = torch.randn((*sizes[:2], heads[1], 6), generator=source)
-    beta = torch.rand((*sizes[:2], heads[1]), generator=source)
-    g = -torch.rand((*sizes[:2], heads[1], sizes[2])[:dims], generator=source)
-    state = torch.randn((sizes[0], heads[1], sizes[2], 6), generator=source)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=source, dtype=torch.float32)
+
+    query, key = (drawn(*sizes[:2], heads[0], sizes[2]) for _ in range(2))
+    value, beta = drawn(*sizes[:2], heads[1], 6), drawn(*sizes[:2], heads[1]).sigmoid()
+    g = -drawn(*(*sizes[:2], heads[1], sizes[2])[:dims]).abs()
+    state = drawn(sizes[0], heads[1], sizes[2], 6)
     for unit, before in ((True, state), (False, state), (True, None)):
         options: dict[str, Any] = {"initial_state": before, "output_final_state": True, "use_qk_l2norm_in_kernel": unit}
         try:

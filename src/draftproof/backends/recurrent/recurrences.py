@@ -110,16 +110,16 @@ class Recurrence:
         view = _PASS.get()
         if view is None:
             return self.many(first, *args, **options)
-        if view.divide is None:
+        name = next((name for name in _STATES if name in options), None)
+        if view.divide is None or name is None:  # without a state at the root the layer is found to be indivisible
             return self._read(first, *args, **options)
-        size, (name,) = first.shape[1], [name for name in _STATES if name in options]
 
         def part(given: Any, start: int, stop: int) -> Any:
-            tokens = isinstance(given, Tensor) and given.dim() > 1 and given.shape[1] == size
+            tokens = isinstance(given, Tensor) and given.shape[:2] == first.shape[:2]
             return given[:, start:stop] if tokens else given
 
         state, outputs = options.pop(name), list[Tensor]()
-        for start, stop in ((0, view.divide), (view.divide, size)):
+        for start, stop in ((0, view.divide), (view.divide, first.shape[1])):
             mine = [part(each, start, stop) for each in args]
             named = {key: part(each, start, stop) for key, each in options.items()}
             output, state = self._read(first[:, start:stop], *mine, **{**named, name: state})
