@@ -927,6 +927,11 @@ def attend(
 
 
 eight = buffer.to(torch.int8)
+def delta_rule(q=(1, 3, 2, 8), k=(1, 3, 2, 8), v=(1, 3, 4, 5), g=(1, 3, 4), beta=(1, 3, 4), state=(1, 4, 8, 5), **to):
+    return made.delta_rule(*(torch.zeros(each, **to) for each in (q, k, v, g, beta, state)))
+
+
+delta_rule()
 attend()
 attend(keys=eight, values=eight, scales=torch.zeros(1, 2, 4, 1))
 attend(torch.rand(1, 3, 5), torch.rand(1, 1, 5), (1, 1, 4, 5), mask, *torch.zeros(2, 1, 1, 4, 5))
@@ -968,6 +973,15 @@ cases = {
     "a short bias of logits": lambda: made.rescore(logits, x, torch.rand(20, 8), torch.rand(19), count=4),
     "no outputs to compute again": lambda: made.rescore(logits, x, torch.rand(20, 8), count=0),
     "more outputs than there are": lambda: made.rescore(logits, x, torch.rand(20, 8), count=21),
+    "queries of fewer tokens": lambda: delta_rule(q=(1, 2, 2, 8)),
+    "keys of 257 numbers": lambda: delta_rule(*[(1, 3, 2, 257)] * 2, state=(1, 4, 257, 5)),
+    "heads that key heads do not divide": lambda: delta_rule(*[(1, 3, 3, 8)] * 2),
+    "values of fewer tokens": lambda: delta_rule(v=(1, 2, 4, 5)),
+    "decays of fewer heads": lambda: delta_rule(g=(1, 3, 2)),
+    "decays of fewer channels": lambda: delta_rule(g=(1, 3, 4, 7)),
+    "fewer betas": lambda: delta_rule(beta=(1, 3, 3)),
+    "a state of other heads": lambda: delta_rule(state=(1, 2, 8, 5)),
+    "a delta rule in 64 bits": lambda: delta_rule(dtype=torch.float64),
     "a short norm": lambda: made.norm(x, torch.rand(7), 0.1),
     "rows of double in a softmax": lambda: made.softmax(x.double()),
     "rows of an odd width": lambda: made.gated(torch.rand(3, 7)),
