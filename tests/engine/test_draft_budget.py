@@ -189,15 +189,20 @@ def test_a_grammar_holds_under_a_budget(drafter):
     assert max(rounds) == 5
 
 
-def test_a_seed_gives_one_text_alone_and_with_others():
-    """What a request drafts depends on the others, so one with a seed is verified by gumbel where no rule is named."""
-    engine = Engine.load(*PAIR, stopper="fixed:4", drafter="model", draft_budget=3)
+@pytest.mark.parametrize("rule", [None, "block", "token"])
+def test_a_seed_gives_one_text_alone_and_with_others(rule):
+    """What a request drafts depends on the others, so one with a seed is verified by gumbel, whatever rule is named.
+
+    Two requests with one seed share the numbers of their draws: a token of one would decide about that of the other.
+    """
+    engine = Engine.load(*PAIR, stopper="fixed:4", drafter="model", draft_budget=3, verifier=rule)
     params = SamplingParams(max_tokens=24, seed=5)
     (alone,) = engine.generate(PROMPTS[0], params)
     together = engine.generate(PROMPTS[:3], params)[0]
     assert alone.verifier == together.verifier == "gumbel"
     assert alone.token_ids == together.token_ids
-    assert engine.generate(PROMPTS[0], SamplingParams(max_tokens=8))[0].verifier == "block"
+    assert engine.generate(PROMPTS[0], SamplingParams(max_tokens=8))[0].verifier == (rule or "block")
+    assert Engine.load(*PAIR, stopper="fixed:4", drafter="model", verifier=rule).seeded_verifier is None
 
 
 def test_lengths_of_a_draft_do_not_depend_on_the_stride():

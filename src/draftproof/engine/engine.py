@@ -163,8 +163,10 @@ class Engine(DecodingLoop):
         )
         traits = DrafterTraits.of(part)
         chosen = rule or make_verifier(DEFAULT_TREE_VERIFIER if traits.branching else DEFAULT_VERIFIER)
-        varies = traits.depends_on_clock or made.draft_budget is not None
-        seeded = rule is None and varies and not traits.branching
+        by_clock = rule is None and traits.depends_on_clock
+        # With a budget a draft depends on those of others, and requests with one seed share the numbers of their draws.
+        shared = made.draft_budget is not None and (rule is None or (rule.lossless and not rule.shared_noise))
+        seeded = (by_clock or shared) and not traits.branching
         defaults = target.facts.sampling_defaults if made.generation_config == "auto" else {}
         engine = cls(
             target,

@@ -36,7 +36,7 @@ class EngineOptions:
             so far; "fixed:4" for rules that need constant lengths.
         verifier: the verification rule. Default "block", and "trie_block" for drafters of several drafts. Without a
             name, requests that sample with a seed are verified by "gumbel" where drafts depend on the time of earlier
-            rounds or on other requests: then a seed gives the same text whatever is drafted.
+            rounds: then a seed gives the same text whatever is drafted. With a draft budget they are in any case.
         draft_temperature: temperature of the draft alone; the output distribution stays the target's.
         draft_top_k: top-k of the draft alone; the output distribution stays the target's.
         draft_budget: drafted tokens that a round may have over all its requests, given to those that are likeliest to
