@@ -1,19 +1,20 @@
-"""Our server beside vLLM's, or beside ours of another checkout: speed, time to the first token, pauses between tokens.
+"""Our server beside vLLM's, llama.cpp's, or ours of another checkout: speed, first tokens, pauses of streams.
 
-    python scripts/measure_servers.py OTHER MODEL [DTYPE] [--guidellm PROGRAM] [OPTION ...]
+    python scripts/measure_servers.py OTHER MODEL [DTYPE] [--draft FILE] [--guidellm PROGRAM] [OPTION ...]
 
-OTHER is the Python of an environment of its own, with vLLM, or the folder of another checkout of this repository; MODEL
-a directory or name that both can read; options are those of `draftproof serve`, for our servers. One of the servers at
-a time has work, in turns, for 1, 4, 8 and 16 requests at once; the other one is stopped, since one that waits may keep
-a processor busy. Prompts and numbers of tokens are the same. The load comes from this process, by streams of
-/v1/completions, or from guidellm (in an environment of its own), with its synthetic prompts; its time between tokens is
-the mean of a request's. Takes less than 5 minutes on a quiet machine, with guidellm 10; prints a table in Markdown:
-tokens a second as medians over the turns, times of all turns together.
+OTHER is the Python of an environment of its own, with vLLM, or the folder of another checkout of this repository, or
+llama.cpp for a MODEL that is a .gguf file: a folder with the package xllamacpp (`pip install --target`), or a
+llama-server. MODEL is a directory, file
+or name that both can read; options are those of `draftproof serve`, for our servers. One of the servers at a time has
+work, in turns, for 1, 4, 8 and 16 requests at once; the other one is stopped, since one that waits may keep a processor
+busy. With --draft, which is for .gguf files, each server also has turns with this draft model. Prompts and numbers of
+tokens are the same. The load comes from this process, by streams of /v1/completions, or from guidellm (in an
+environment of its own), with its synthetic prompts; its time between tokens is the mean of a request's. Tokens a second
+are medians over the turns, times are of all turns together.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -23,16 +24,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median, quantiles
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import common
 import httpx
 
 from draftproof import models
 from draftproof.bench.engines import ENVIRONMENT
+from draftproof.provenance import run_facts
+from draftproof.results import Results, table
 
 CONCURRENCY = (1, 4, 8, 16)
 TOKENS, TURNS = 48, 3
@@ -42,7 +46,10 @@ TOPICS = ("a dog", "the sea", "an old clock", "bread", "a long road", "two frien
 
 
 class Turn(NamedTuple):
-    """What one turn measured: tokens a second, seconds to the first token of each request, and between tokens."""
+    """What one turn measured: tokens a second, seconds to the first token of each request, and between events.
+
+    An event of a stream has one token, or several that were accepted together.
+    """
 
     speed: float
     firsts: list[float]
@@ -56,15 +63,17 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def started(command: list[str], port: int, path: str, source: Path | None = None) -> subprocess.Popen[bytes]:
-    """A server that is ready; of the package in another folder, where that is given. Else the end of what it said."""
+def started(
+    command: list[str], port: int, path: str, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """A server that is ready, with further variables of its environment. Else the end of what it said."""
     said = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the server
     process = subprocess.Popen(
         [*command, "--port", str(port)],
         stdout=said,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        env=ENVIRONMENT | os.environ | ({} if source is None else {"PYTHONPATH": str(source)}),
+        env=ENVIRONMENT | os.environ | dict(environment or {}),
     )
     end = time.monotonic() + START
     while True:
@@ -153,14 +162,50 @@ async def turn(port: int, model: str, count: int, concurrency: int, number: int)
     return Turn(count * TOKENS / seconds, firsts, pauses)
 
 
-def row(concurrency: int, name: str, turns: Sequence[Turn], ours: Sequence[Turn]) -> str:
-    """A row of the table."""
-    speed = median(each.speed for each in turns)
-    ratio = median(own.speed / its.speed for its, own in zip(turns, ours, strict=True))
-    cells = [str(concurrency), name, f"{speed:.1f}", f"{ratio:.2f}"]
-    for times in ([each for turn in turns for each in turn.firsts], [each for turn in turns for each in turn.pauses]):
-        cells += [f"{1000 * median(times):.0f}", f"{1000 * quantiles(times, n=100)[98]:.0f}"]
-    return f"| {' | '.join(cells)} |"
+def figures(turns: Sequence[Turn], ours: Sequence[Turn]) -> dict[str, Any]:
+    """What a row of the table is made from: speeds of the turns and their ratios, times in milliseconds."""
+    ratios = [own.speed / its.speed for its, own in zip(turns, ours, strict=True)]
+    made: dict[str, Any] = {"speeds": [each.speed for each in turns], "ratios": ratios}
+    firsts, pauses = [each for turn in turns for each in turn.firsts], [each for turn in turns for each in turn.pauses]
+    for name, times in (("first", firsts), ("between", pauses)):
+        made[name] = [1000 * median(times), 1000 * quantiles(times, n=100)[98]]
+    return made
+
+
+def cells(found: Mapping[str, Any]) -> list[str]:
+    """The cells of a row."""
+    speed, ratio = median(found["speeds"]), median(found["ratios"])
+    span = f"{ratio:.2f} [{min(found['ratios']):.2f}, {max(found['ratios']):.2f}]"
+    return [f"{speed:.1f}", span, *(f"{time:.0f}" for time in (*found["first"], *found["between"]))]
+
+
+HEADS = ("at once", "server", "tokens a second", "the first / this one", "first token, ms", "99 of 100 below")
+HEADS += ("between events, ms", "99 of 100 below")
+
+
+class Server(NamedTuple):
+    """How a server is started: its name, command, the path that says that it is ready, variables of its environment."""
+
+    name: str
+    command: list[str]
+    ready: str
+    environment: Mapping[str, str] | None = None
+
+
+def other_server(other: str, own: Server, model: str, dtype: str, draft: str | None) -> Server:
+    """The server that ours is compared with."""
+    folder = Path(other)
+    package = (folder / "xllamacpp").is_dir()
+    if package or folder.name == "llama-server":
+        command = [sys.executable, str(Path(__file__).with_name("serve_llama_cpp.py")), model]
+        command += ["--slots", str(max(CONCURRENCY)), "--context", str(1024 * max(CONCURRENCY))]
+        environment = {"PYTHONPATH" if package else "LLAMA_SERVER": other}
+        return Server("llama.cpp", command + (["--draft", draft] if draft else []), "/health", environment)
+    if folder.is_dir():
+        return Server("the other", own.command, "/ready", {"PYTHONPATH": str(folder / "src")})
+    command = [other, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", dtype]
+    command += ["--served-model-name", "model", "--max-model-len", "2048", "--generation-config", "vllm"]
+    return Server("vLLM", command, "/health")
 
 
 def signal_all(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
@@ -171,48 +216,54 @@ def signal_all(process: subprocess.Popen[bytes], number: signal.Signals) -> None
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("other")
     parser.add_argument("model")
     parser.add_argument("dtype", nargs="?", default="bfloat16")
+    parser.add_argument("--draft", metavar="FILE", help="a .gguf file that drafts, for both servers")
     parser.add_argument("--guidellm", metavar="PROGRAM", help="makes the load")
     given, options = parser.parse_known_args()
-    other, model, dtype = given.other, given.model, given.dtype
+    model, dtype = given.model, given.dtype
     load = guidellm_load(given.guidellm, models.resolve(model)) if given.guidellm else own_load
-    own = [sys.executable, "-c", "from draftproof.cli import main; main()", "serve", "--served-model-name", "model"]
-    own += ["--target", model, "--dtype", dtype, "--max-batch", "16", "--generation-config", "none", *options]
-    ports = {"ours": free_port()}
-    servers = {"ours": started(own, ports["ours"], "/ready")}
+    command = [sys.executable, "-c", "from draftproof.cli import main; main()", "serve", "--served-model-name", "model"]
+    command += ["--target", model, "--max-batch", "16", "--generation-config", "none"]
+    command += [] if model.endswith(".gguf") else ["--dtype", dtype]
+    ours = Server("ours", command + options, "/ready")
+    plan = [ours, other_server(given.other, ours, model, dtype, None)]
+    if given.draft:
+        drafted = Server("ours, draft", [*ours.command, "--draft", given.draft], "/ready")
+        other = other_server(given.other, ours, model, dtype, given.draft)
+        plan = [drafted, *plan, other._replace(name=f"{other.name}, draft")]
+    servers, ports = dict[str, subprocess.Popen[bytes]](), {each.name: free_port() for each in plan}
+    facts, found = run_facts(), dict[str, dict[str, Any]]()
     try:
-        if Path(other).is_dir():
-            name, command, path, source = "the other", own, "/ready", Path(other) / "src"
-        else:
-            name, path, source = "vLLM", "/health", None
-            command = [other, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", dtype]
-            command += ["--served-model-name", "model", "--max-model-len", "2048", "--generation-config", "vllm"]
-        ports[name] = free_port()
-        servers[name] = started(command, ports[name], path, source)
-        for each, port in ports.items():
-            own_load(port, 4, 99)
-            signal_all(servers[each], signal.SIGSTOP)
-        print(f"Load average {os.getloadavg()[0]:.1f} at the start.\n")
-        heads = ("at once", "server", "tokens a second", "ours / its", "first token, ms", "99 of 100 below")
-        print(f"| {' | '.join((*heads, 'between, ms', '99 of 100 below'))} |")
-        print("|---" * (len(heads) + 2) + "|")
+        for each in plan:
+            common.say(given, "starting", each.name)
+            servers[each.name] = started(each.command, ports[each.name], each.ready, each.environment)
+            own_load(ports[each.name], 4, 99)
+            signal_all(servers[each.name], signal.SIGSTOP)
         for concurrency in CONCURRENCY:
-            found: dict[str, list[Turn]] = {each: [] for each in ports}
+            turns: dict[str, list[Turn]] = {name: [] for name in ports}
             for number in range(TURNS):
-                for each in list(ports) if number % 2 else list(ports)[::-1]:
-                    signal_all(servers[each], signal.SIGCONT)
-                    found[each].append(load(ports[each], concurrency, number))
-                    signal_all(servers[each], signal.SIGSTOP)
-            for each, turns in found.items():
-                print(row(concurrency, each, turns, found["ours"]), flush=True)
+                for name in list(ports) if number % 2 else list(ports)[::-1]:
+                    signal_all(servers[name], signal.SIGCONT)
+                    turns[name].append(load(ports[name], concurrency, number))
+                    signal_all(servers[name], signal.SIGSTOP)
+            found[str(concurrency)] = {name: figures(made, turns[plan[0].name]) for name, made in turns.items()}
+            common.say(given, concurrency, *(f"{name}: {median(t.speed for t in turns[name]):.1f}" for name in turns))
     finally:
         for server in servers.values():
             signal_all(server, signal.SIGCONT)
             signal_all(server, signal.SIGTERM)
             server.wait(60)
+    rows = [[count, name, *cells(made)] for count, each in found.items() for name, made in each.items()]
+    about = [
+        f"{TURNS} turns for each number of requests at once, {TOKENS} tokens an answer, temperature 0, streams.",
+        "Speeds and ratios: medians; ratios with the least and the greatest of the turns.",
+        "",
+    ]
+    names = " and ".join(dict.fromkeys(each.name.split(",")[0] for each in plan))
+    common.deliver(given, Results(f"Servers: {names}", [*about, *table(list(HEADS), rows)], found, facts))
 
 
 if __name__ == "__main__":

@@ -167,6 +167,23 @@ def test_batches_take_turns_on_the_same_questions(tmp_path, monkeypatch):
         assert own["tokens"] >= own["rounds"]
         assert plain["tokens"] == plain["rounds"]
     assert shown.count("| 3 | 0 |") == 2, "one row in each table"
+
+
+def test_answers_of_batches_may_have_different_lengths(tmp_path, monkeypatch):
+    given, measured = [], batches._measured
+
+    def noting(engine, prompts, batch, temperature, limits):
+        given.append(limits)
+        return measured(engine, prompts, batch, temperature, limits)
+
+    monkeypatch.setattr(batches, "_measured", noting)
+    options = ("--batch", 2, "--max-tokens", 8, "--least-tokens", 2, "--repeats", 2)
+    shown = bench("batches", *options, "--out", tmp_path / "b").stdout
+    assert all(plain == own for plain, own in zip(given[::2], given[1::2], strict=True)), "alike for both"
+    assert len({tuple(limits) for limits in given}) > 1
+    assert {limit for limits in given for limit in limits} <= set(range(2, 9))
+    assert "limits of 2 to 8 tokens an answer" in shown
+    assert "expected 1 to tokens, which is 8" in bench("batches", "--max-tokens", 8, "--least-tokens", 9, code=1).stderr
     assert "embedded:stories: auto beside plain decoding" in shown
 
 

@@ -185,6 +185,15 @@ def test_pull_of_a_derived_model_pulls_its_source(toy):
     assert (origin["name"], origin["source"], origin["keep_layers"]) == ("toy-draft", "toy", [0, 2])
 
 
+def test_a_file_that_is_not_converted_is_kept_as_it_is(toy, monkeypatch):
+    monkeypatch.setitem(models.REGISTRY, "toy-file", dataclasses.replace(TOY, converted=False))
+    file = models.pull("toy-file")
+    assert file == toy / "toy-file" / "toy.gguf"
+    assert file.read_bytes() == PAYLOAD
+    assert models.resolve("toy-file") == str(models.pull("toy-file")) == str(file), "nothing is fetched again"
+    assert sorted(path.name for path in file.parent.iterdir()) == ["provenance.json", "toy.gguf"]
+
+
 @pytest.mark.usefixtures("toy")
 def test_pull_refuses_an_unknown_name():
     with pytest.raises(UserError, match="'nothing' in the registry: expected one of toy, toy-draft"):

@@ -7,9 +7,10 @@ turn of each number of requests warms up; its ratio is shown, and does not count
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -40,6 +41,8 @@ class BatchComparison:
         temperature: sampling temperature; 0 is greedy.
         dataset: data sets, which take turns.
         tokens: most tokens of an answer; stop tokens end it earlier.
+        least_tokens: with it, the most tokens of each answer are drawn from this number to `tokens`, alike for both;
+            else answers that reach the limit end together, and the next prompts are read together.
         repeats: turns of each data set that count, each with other questions.
         queue: questions of a turn for each request that is decoded at once; at least `fewest` questions.
         fewest: questions of a turn.
@@ -56,12 +59,15 @@ class BatchComparison:
     temperature: Sequence[float] = (0.0,)
     dataset: Sequence[str] = ("tinystories",)
     tokens: int = 96
+    least_tokens: int | None = None
     repeats: int = 2
     queue: int = 2
     fewest: int = 4
 
     def __post_init__(self) -> None:
         refuse_below_one(batch=min(self.batch), tokens=self.tokens, repeats=self.repeats, queue=self.queue)
+        if self.least_tokens is not None and not 1 <= self.least_tokens <= self.tokens:
+            raise UserError(f"least_tokens is {self.least_tokens}: expected 1 to tokens, which is {self.tokens}")
         if self.drafter == "none":
             raise UserError("drafter none is plain decoding, which is always measured: name another one, such as auto")
 
@@ -106,7 +112,9 @@ def compare_batches(options: BatchComparison, *, watch: Watch = silent) -> Resul
                 first = number // len(options.dataset) * size
                 asked = [prompts[name][(first + place) % len(prompts[name])] for place in range(size)]
                 order = list(engines)[:: -1 if number % 2 else 1]
-                found = {each: _measured(engines[each], asked, batch, temperature, options.tokens) for each in order}
+                draws = random.Random(first)
+                limits = [draws.randint(options.least_tokens or options.tokens, options.tokens) for _ in asked]
+                found = {each: _measured(engines[each], asked, batch, temperature, limits) for each in order}
                 times = {each: timing._asdict() for each, timing in found.items()}
                 setting = {"batch": batch, "temperature": temperature, "dataset": name, "warmup": number == 0}
                 rows.append({**setting, "load": load_average(), "times": times})
@@ -115,12 +123,14 @@ def compare_batches(options: BatchComparison, *, watch: Watch = silent) -> Resul
     return Results(title, _lines(options, rows), {"options": shown_options(options), "rows": rows}, facts)
 
 
-def _measured(engine: Engine, prompts: Sequence[list[int]], batch: int, temperature: float, tokens: int) -> Timing:
+def _measured(
+    engine: Engine, prompts: Sequence[list[int]], batch: int, temperature: float, limits: Sequence[int]
+) -> Timing:
     engine.max_batch = batch
-    params = SamplingParams(temperature=temperature, max_tokens=tokens)
     start, first = time.perf_counter(), []
     requests = [
-        engine.add(prompt, replace(params, seed=seed), offline=True)[0] for seed, prompt in enumerate(prompts, 1)
+        engine.add(prompt, SamplingParams(temperature=temperature, max_tokens=limit, seed=seed), offline=True)[0]
+        for seed, (prompt, limit) in enumerate(zip(prompts, limits, strict=True), 1)
     ]
     waited = list(requests[:batch])
     while not all(request.finished for request in requests):
@@ -161,9 +171,11 @@ def _lines(options: BatchComparison, rows: Sequence[dict[str, Any]]) -> list[str
                 each_kind.append(f"{geometric_mean([_rate(t[own]) / _rate(t[PLAIN]) for t in times]).value:.2f}")
             kinds.append((*setting, *each_kind))
     loads = [row["load"] for row in rows]
+    least, most = options.least_tokens, options.tokens
+    answer = f"up to {most}" if least is None else f"limits of {least} to {most}"
     heads = ("requests", "temperature", "plain, tokens/s", f"{own}, tokens/s", "over plain", "tokens a target call")
     return [
-        f"Data sets {', '.join(options.dataset)}, dtype {options.dtype}, up to {options.tokens} tokens an answer. Up",
+        f"Data sets {', '.join(options.dataset)}, dtype {options.dtype}, {answer} tokens an answer. Up",
         f"to `requests` are decoded at once, from a queue of {options.queue} questions for each of them",
         f"({options.fewest} at least). Ratios are of the same turn: geometric mean over turns with a 95% interval; `?`",
         "marks an interval that contains 1. The time to the first token is that of the requests that are decoded",

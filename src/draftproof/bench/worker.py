@@ -5,17 +5,23 @@ Its Python environment may have only the other engine, so this file must not use
 
 from __future__ import annotations
 
+import atexit
+import http.client
 import json
 import os
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 Request = dict[str, Any]  # "prompts": lists of token ids, "tokens": of each answer, "temperature"
 Generate = Callable[[Request], float]  # seconds for all prompts together
 READY = "ready"
+CONTEXT = 1024  # tokens of a request of llama.cpp
 
 
 def vllm(model: str, dtype: str, batch: int) -> Generate:
@@ -65,19 +71,15 @@ def transformers(model: str, dtype: str, batch: int) -> Generate:  # noqa: ARG00
 
 
 def llama_cpp(model: str, dtype: str, batch: int) -> Generate:  # noqa: ARG001 - a .gguf file has its own type
-    """llama.cpp's server in this process (package xllamacpp), with one slot for each request."""
-    import xllamacpp  # type: ignore[import-not-found]
+    """llama.cpp's server, with one slot for each request: the program $LLAMA_SERVER, else the package xllamacpp.
 
-    params = xllamacpp.CommonParams()
-    params.model.path = model
-    params.n_parallel = batch
-    params.n_ctx = 1024 * batch
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = len(os.sched_getaffinity(0))
-    params.verbosity = -1
-    server = xllamacpp.Server(params)
+    A program that was built on this machine uses all of its processor; the package is built for AVX2.
+    """
+    program = os.environ.get("LLAMA_SERVER")
+    answer = llama_program(program, model, batch) if program else llama_package(model, batch)
 
     def complete(request: Request, ids: list[int]) -> None:
-        out = server.handle_completions(
+        out = answer(
             {
                 "prompt": ids,
                 "n_predict": request["tokens"],
@@ -99,6 +101,48 @@ def llama_cpp(model: str, dtype: str, batch: int) -> Generate:  # noqa: ARG001 -
         return time.perf_counter() - start
 
     return generate
+
+
+def llama_package(model: str, batch: int) -> Callable[[dict[str, Any]], Any]:
+    """A server in this process: what answers the body of a request for a completion."""
+    import xllamacpp  # type: ignore[import-not-found]
+
+    params = xllamacpp.CommonParams()
+    params.model.path = model
+    params.n_parallel = batch
+    params.n_ctx = CONTEXT * batch
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = len(os.sched_getaffinity(0))
+    params.verbosity = -1
+    server = xllamacpp.Server(params)
+    answer: Callable[[dict[str, Any]], Any] = server.handle_completions
+    return answer
+
+
+def llama_program(program: str, model: str, batch: int) -> Callable[[dict[str, Any]], Any]:
+    """A server in a process of its own, which ends with this one."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = int(found.getsockname()[1])
+    command = [program, "-m", model, "--port", str(port), "-np", str(batch), "-c", str(CONTEXT * batch), "-v", "0"]
+    command += ["-t", str(len(os.sched_getaffinity(0)))]
+    process = subprocess.Popen(command, stdout=sys.stderr)  # noqa: S603 - the user's own program
+    atexit.register(process.kill)
+
+    def ask(method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request(method, path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
+        found = connection.getresponse()
+        content = found.read()
+        connection.close()
+        return found.status, content
+
+    while True:
+        if process.poll() is not None:
+            raise SystemExit(f"{program} ended with code {process.returncode}")
+        with suppress(OSError):  # it does not listen yet
+            if ask("GET", "/health")[0] == http.client.OK:
+                return lambda body: json.loads(ask("POST", "/v1/completions", body)[1])
+        time.sleep(0.2)
 
 
 WORKERS = {"vllm": vllm, "transformers": transformers, "llama.cpp": llama_cpp}

