@@ -9,6 +9,7 @@ import torch
 
 import draftproof.engine.threads as threads_module
 from draftproof import Engine, SamplingParams
+from draftproof.engine import loop
 from draftproof.engine.threads import (
     LONGEST_PAUSE,
     SUSPICIOUS,
@@ -17,6 +18,7 @@ from draftproof.engine.threads import (
     omp_set_num_threads,
     release_team,
 )
+from support.native_levels import LEVELS, run_on
 
 pytestmark = pytest.mark.skipif(omp_set_num_threads() is None, reason="torch has another threading runtime here")
 
@@ -237,17 +239,24 @@ def compute():
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not list threads")
+@pytest.mark.skipif(not LEVELS, reason="no native operations on this machine")
 class TestTeams:
-    """Teams that wait make the one that computes slow: GNU's runtime counts all threads that it has started."""
+    """Teams that wait make the one that computes slow: GNU's runtime counts all threads that it has started.
+
+    Native operations run on OpenMP's threads here, as torch's products do in models that are not native.
+    """
 
     @pytest.fixture(autouse=True)
-    def three_threads(self):
+    def three_threads(self, monkeypatch):
+        monkeypatch.setattr(loop, "own_threads", lambda _: False)
+        run_on("openmp", LEVELS[0], monkeypatch)
         before = torch.get_num_threads()
         torch.set_num_threads(3)
         release_team()
         yield
         release_team()
         torch.set_num_threads(before)
+        run_on("auto", LEVELS[0], monkeypatch)
 
     def test_a_team_ends_and_starts_again(self):
         alone = tasks()

@@ -17,29 +17,24 @@ from draftproof.native import build as library
 from draftproof.native import structures, threads
 from draftproof.native.tensors import Interleaved
 from support.lean_models import lively_model
-from support.native_levels import LEVELS, OPERATIONS, drawn
+from support.native_levels import LEVELS, OPERATIONS, drawn, run_on
 from support.native_models import MODELS
 
 NUMBERS = (2, 3, 5)
 FILES = ("native/test_native.py", "native/test_ggml.py", "native/test_rows.py", "backends/lean/test_mixture.py")
+OFFERED = threads.openmp_function("GOMP_parallel") is not None
 needs_native = pytest.mark.skipif(not LEVELS, reason="no native operations on this machine")
-
-
-def use(kind, level, monkeypatch):
-    """Have the library of a level run on threads of this kind."""
-    monkeypatch.setenv(threads.VARIABLE, kind)
-    threads.attach_threads(library.load(library.level_named(level)))
 
 
 @pytest.fixture
 def pool(level, monkeypatch):
     """The level under test runs on its own threads."""
-    assert OPERATIONS[torch.float32].level == level  # loaded, and attached to OpenMP
+    assert OPERATIONS[torch.float32].level == level  # loaded
     before = torch.get_num_threads()
-    use("pool", level, monkeypatch)
+    run_on("pool", level, monkeypatch)
     yield level
     torch.set_num_threads(before)
-    use("auto", level, monkeypatch)
+    run_on("auto", level, monkeypatch)
 
 
 def on(number, compute, dtype):
@@ -67,8 +62,9 @@ def test_every_number_of_threads_gives_the_same_bits(compute, dtype, pool, monke
     alone = on(1, compute, dtype)
     for number in NUMBERS:
         assert all(map(torch.equal, on(number, compute, dtype), alone)), f"{number} threads"
-    use("auto", pool, monkeypatch)
-    assert all(map(torch.equal, on(2, compute, dtype), alone)), "OpenMP's threads"
+    if OFFERED:
+        run_on("openmp", pool, monkeypatch)
+        assert all(map(torch.equal, on(2, compute, dtype), alone)), "OpenMP's threads"
 
 
 def test_threads_that_compute_at_once_get_their_own_results(pool):
@@ -147,16 +143,58 @@ def test_forks_signals_and_the_end_of_the_interpreter(level):
 
 def test_which_threads_are_used(monkeypatch):
     monkeypatch.delenv(threads.VARIABLE, raising=False)
-    offered = threads.openmp_function("GOMP_parallel") is not None
-    assert threads.kind() == ("openmp" if offered else "pool")
-    monkeypatch.setattr(threads, "openmp_function", lambda name: None if name == "GOMP_barrier" else print)
     assert threads.kind() == "pool"
     monkeypatch.setenv(threads.VARIABLE, "openmp")
+    if OFFERED:
+        assert threads.kind() == "openmp"
+    monkeypatch.setattr(threads, "openmp_function", lambda name: None if name == "GOMP_barrier" else print)
     with pytest.raises(UserError, match="expected auto or pool, got 'openmp'"):
         threads.kind()
     monkeypatch.setenv(threads.VARIABLE, "some")
     with pytest.raises(UserError, match="expected one of auto, openmp, pool, got 'some'"):
         threads.kind()
+
+
+SPINNING = """
+import os, sys, time
+import torch
+from draftproof.native import threads
+from draftproof.native.threads import limit_spinning
+
+torch.set_num_threads(2)
+numbers = torch.zeros(1 << 17)
+
+def idle():  # processor seconds of the process while it does nothing, after regions of torch's
+    before = time.process_time()
+    for _ in range(20):
+        numbers.add_(1.0)
+        time.sleep(0.01)
+    return time.process_time() - before
+
+def limited(wanted):
+    limit_spinning(wanted)
+    return idle()
+
+idle()
+print(*map(limited, (False, True, False, True)))
+if (child := os.fork()) == 0:  # which has none of the threads
+    limit_spinning(True)
+    limit_spinning(False)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.skipif(not OFFERED, reason="torch has another threading runtime here")
+def test_torchs_threads_do_not_spin_while_rounds_run_on_the_pool():
+    environment = os.environ | {threads.VARIABLE: "pool", "OMP_NUM_THREADS": "2"}
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        environment.pop(name, None)
+    command = [sys.executable, "-W", "ignore", "-c", SPINNING]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    free, limited, again, last = map(float, done.stdout.split())
+    assert min(free, again) > 2 * max(limited, last), done.stdout
 
 
 # --- slow -------------------------------------------------------------------------------------------------------------
@@ -187,9 +225,10 @@ def test_a_wrong_pool_is_seen(mistake, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @needs_native
-def test_all_tests_of_native_operations_pass_on_the_pool():
+@pytest.mark.parametrize("kind", ["pool", pytest.param("openmp", marks=pytest.mark.skipif(not OFFERED, reason="none"))])
+def test_all_tests_of_native_operations_pass_on_three_threads(kind):
     files = [str(Path(__file__).parents[1] / name) for name in FILES]
-    environment = os.environ | {threads.VARIABLE: "pool", "DRAFTPROOF_TEST_THREADS": "3"}
+    environment = os.environ | {threads.VARIABLE: kind, "DRAFTPROOF_TEST_THREADS": "3"}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not builds and not slow and not levels", *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:]

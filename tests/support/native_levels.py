@@ -17,6 +17,7 @@ import torch
 from draftproof import native
 from draftproof.errors import UserError
 from draftproof.native import build as library
+from draftproof.native import threads
 from draftproof.native.dispatch import VARIABLE
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -63,6 +64,12 @@ def have(name):
             library.load(*library.choose(name))
         except UserError as error:  # an old compiler knows fewer levels
             pytest.skip(f"{name} cannot be built here: {error}")
+
+
+def run_on(kind, level, monkeypatch):
+    """Have the library of a level run on threads of this kind."""
+    monkeypatch.setenv(threads.VARIABLE, kind)
+    threads.attach_threads(library.load(library.level_named(level)))
 
 
 @pytest.fixture(params=[pytest.param(each, marks=[pytest.mark.levels] * (each in BETWEEN)) for each in LEVELS])

@@ -349,6 +349,12 @@ def rounding(backend: Backend) -> str:
     return found
 
 
+def own_threads(backend: Backend) -> bool:
+    """Whether its products run on the C library's threads, by its attribute `own_threads`; else they run on torch's."""
+    found: bool = getattr(backend, "own_threads", False)
+    return found
+
+
 def why_bounded(backend: Backend) -> str:
     """Why a backend reads less than its model's context, by its attribute `bounded_by`; empty without a reason."""
     found: str = getattr(backend, "bounded_by", "")

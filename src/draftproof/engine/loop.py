@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.backends.base import Backend, Feed, FeedOutput, unread
+from draftproof.backends.base import Backend, Feed, FeedOutput, own_threads, unread
 from draftproof.backends.cache.passes import PREFILL_CHUNK
 from draftproof.draft import Draft, Verdict
 from draftproof.drafters.base import Drafter, PreparedDrafter, SessionDrafter
@@ -95,9 +95,8 @@ class DecodingLoop(RequestIntake):
             raise UserError(why)
         self._round_rng = round_rng
         self._checks = LogitsCheck()
-        self._threads = ThreadCount(
-            interruptions() if target.device.type == "cpu" else None, held_up=SmallProducts().held_up
-        )
+        counted = interruptions() if target.device.type == "cpu" else None
+        self._threads = ThreadCount(counted, held_up=SmallProducts().held_up, own=own_threads(target))
         self._kv_memory = read_bytes(kv_memory)
         self._prefix_reuse = prefix_reuse
         self._schedule()

@@ -1,5 +1,8 @@
 """How many threads a round computes with, where other processes want the processors too.
 
+The C library's own threads let others run while they wait, and torch's do not spin while rounds are computed on them
+(`native.threads`). What follows is about rounds whose products, or other large parts, are torch's.
+
 A product of matrices is done when its last thread is. The threads of one team wait for each other hundreds of times in
 a round, and they wait by spinning, which is the fastest way on a quiet machine. Where another process has one of the
 processors, each wait may take a time slice of the system's scheduler, and a round with all threads takes ten times as
@@ -23,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draftproof.native.threads import openmp_function
+from draftproof.native.threads import end_team, limit_spinning, openmp_function
 
 SUSPICIOUS = 100.0  # interruptions a second; a quiet machine has fewer (60 were seen), two busy neighbours make 250
 _WINDOW = 1.0  # seconds over which interruptions are counted: a quiet machine has many of them in some tenths
@@ -35,7 +38,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between comparisons
 _AGAIN = 4.0  # seconds between probes of more threads
 _PROBE, _SMALL = 0.03, 1 << 15  # seconds of a probe, longer than a time slice; numbers that each thread adds to
 _HELD_UP, _SLOW = 1.5, 1e-3  # times the least time of a small product, or seconds, that say a processor was taken
-_SOFT = 1  # `omp_pause_soft`: give up threads, keep settings
 
 
 @dataclass
@@ -73,6 +75,7 @@ class ThreadCount:
             number of threads is then left alone.
         clock: seconds.
         held_up: whether so many threads are held up in small products; None compares rounds without asking.
+        own: whether products run on the C library's own threads.
 
     Attributes:
         count: threads of the next round; at most as many as torch is set to.
@@ -83,8 +86,11 @@ class ThreadCount:
         interruptions: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         held_up: Callable[[int], bool] | None = None,
+        *,
+        own: bool = False,
     ) -> None:
         self.count = 0
+        self._own = own
         self._interruptions = interruptions
         self._clock = clock
         self._held_up = held_up
@@ -107,6 +113,7 @@ class ThreadCount:
             self._other = None
             self._candidates = []
         now, change = self._now, omp_set_num_threads()
+        limit_spinning(self._own)
         with _team():
             if now == most or change is None:
                 yield
@@ -227,8 +234,8 @@ def release_team() -> None:
 
 
 def _end_team() -> None:
-    if torch.get_num_threads() > 1 and (pause := openmp_function("omp_pause_resource_all")) is not None:
-        pause(_SOFT)
+    if torch.get_num_threads() > 1:
+        end_team()
 
 
 def omp_set_num_threads() -> Callable[[int], None] | None:

@@ -1,9 +1,13 @@
-"""The threads that the C library runs on: those of torch's OpenMP runtime, or a pool of its own (c/pool.c).
+"""The threads that the C library runs on: a pool of its own (c/pool.c), or those of torch's OpenMP runtime.
 
 The variable DRAFTPROOF_THREADS may be
-    auto    (the default) torch's OpenMP runtime, where it offers GNU's functions, else the pool;
-    openmp  an error where it does not;
-    pool    always the pool.
+    auto    (the default) as pool;
+    pool    the pool, whose threads let others run while they wait;
+    openmp  torch's OpenMP runtime; an error where that does not offer GNU's functions.
+
+GNU's threads spin for milliseconds after each region, also those of torch's own operations, and so keep a processor
+from the pool. They do not where the process has more of them than processors (libgomp's manual, GOMP_SPINCOUNT). So
+while rounds are computed on the pool, one more team of them exists and sleeps (`limit_spinning`).
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import queue
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +27,8 @@ from draftproof.errors import UserError
 VARIABLE = "DRAFTPROOF_THREADS"
 LEGAL = ("auto", "openmp", "pool")
 _ENTRIES = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
+_PROCESSORS = "omp_get_num_procs"
+_SOFT = 1  # `omp_pause_soft`: give up threads, keep settings
 
 
 def kind() -> str:
@@ -32,13 +40,9 @@ def kind() -> str:
     value = os.environ.get(VARIABLE) or "auto"
     if value not in LEGAL:
         raise UserError(f"{VARIABLE}: expected one of {', '.join(LEGAL)}, got {value!r}")
-    if value == "pool":
-        return value
-    if all(openmp_function(name) for name in _ENTRIES):
-        return "openmp"
-    if value == "openmp":
+    if value == "openmp" and not all(openmp_function(name) for name in _ENTRIES):
         raise UserError(f"{VARIABLE}: expected auto or pool, got {value!r}, which this build of torch does not offer")
-    return "pool"
+    return "openmp" if value == "openmp" else "pool"
 
 
 def attach_threads(library: ctypes.CDLL) -> None:
@@ -61,3 +65,56 @@ def openmp_function(name: str) -> Any:
         return getattr(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")), name)
     except (OSError, AttributeError):
         return None
+
+
+def end_team() -> None:
+    """End the OpenMP team of the calling thread; its next region starts one again, in 0.2 ms with two threads."""
+    if (pause := openmp_function("omp_pause_resource_all")) is not None:
+        pause(_SOFT)
+
+
+class _SleepingTeam:
+    """A thread with an OpenMP team that has nothing to do, or without one."""
+
+    def __init__(self) -> None:
+        self._exists = False
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._wanted: queue.SimpleQueue[tuple[bool, threading.Event]] = queue.SimpleQueue()
+
+    def exist(self, wanted: bool) -> None:
+        """Have a team, or have none; returns when that is so."""
+        if wanted == self._exists:
+            return
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="draftproof sleeping team", daemon=True)
+                self._thread.start()
+            done = threading.Event()
+            self._wanted.put((wanted, done))
+            done.wait()
+            self._exists = wanted
+
+    def _serve(self) -> None:
+        parallel, meet, processors = map(openmp_function, (_ENTRIES[0], _ENTRIES[3], _PROCESSORS))
+        while True:
+            wanted, done = self._wanted.get()
+            if wanted:
+                parallel(ctypes.cast(meet, ctypes.c_void_p), None, processors() + 1, 0)
+            else:
+                end_team()
+            done.set()
+
+
+@functools.cache
+def _sleeping_team(process: int) -> _SleepingTeam:  # noqa: ARG001 - one that was forked has none of the threads
+    return _SleepingTeam()
+
+
+def limit_spinning(wanted: bool) -> None:
+    """Keep torch's threads from spinning after its operations, or let them spin again.
+
+    Without effect where torch's OpenMP runtime does not offer GNU's functions, or the C library runs on it.
+    """
+    if kind() == "pool" and all(openmp_function(name) for name in (*_ENTRIES, _PROCESSORS)):
+        _sleeping_team(os.getpid()).exist(wanted)

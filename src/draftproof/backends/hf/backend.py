@@ -20,7 +20,7 @@ from draftproof.backends.cache.slot_cache import CacheView, SlotCache
 from draftproof.backends.cache.windows import FULL, RECURRENT, SLIDING, windows_of
 from draftproof.backends.hf import alibi
 from draftproof.backends.hf.longrope import switch_of
-from draftproof.backends.hf.native_modules import natively
+from draftproof.backends.hf.native_modules import multiplies_natively, natively
 from draftproof.backends.hf.probe import Probe
 from draftproof.backends.hf.quantized_modules import quantizing
 from draftproof.backends.hf.truncate import first_layers, layers_of
@@ -79,6 +79,7 @@ class HFBackend(SlotBackend):
     def _multiply_natively(self) -> None:
         """Read by a copy of the model that shares every weight and multiplies natively, where that is possible."""
         self.model = natively(self.model)
+        self.own_threads = multiplies_natively(self.model)
 
     def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
         """See `SlotBackend.forward`; a model with two sets of rotary factors reads with those of each length."""

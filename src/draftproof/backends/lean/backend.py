@@ -22,6 +22,7 @@ from draftproof.backends.cache.windows import windows_of
 from draftproof.backends.hf.probe import Probe
 from draftproof.backends.lean.checkpoint import Architecture
 from draftproof.backends.lean.layers import Lean
+from draftproof.backends.lean.native_layers import NativeLayers
 from draftproof.backends.lean.traits import Traits, UnreadError, is_stock, seen_traits, traits_of
 from draftproof.backends.model_info import ModelInfo
 from draftproof.backends.new_weights import EMBEDDING, HEAD, StateWeights, refuse_misfits, state_of
@@ -116,6 +117,11 @@ class LeanForward(SlotBackend):
     def rounding(self) -> str:
         """See `base.rounding`."""
         return self.lean.rounding
+
+    @property
+    def own_threads(self) -> bool:
+        """See `base.own_threads`."""
+        return isinstance(self.lean.run_layers, NativeLayers)
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the output layer's weight."""
