@@ -30,7 +30,7 @@ def main() -> None:
     program = os.environ.get("LLAMA_SERVER")
     if program:
         command = [program, "-m", options.file, "--port", str(options.port), "-np", str(options.slots)]
-        command += ["-c", str(options.context), "-t", str(threads), "--cache-ram", "0", "-v", "0"]
+        command += ["-c", str(options.context), "-t", str(threads), "--cache-ram", "0", "-lv", "1"]
         command += ["-md", options.draft, "--spec-type", "draft-simple"] if options.draft else []
         command += ["--chat-template-file", str(options.template)] if options.template is not None else []
         os.execv(program, command)  # noqa: S606 - nothing of this process is left

@@ -123,7 +123,7 @@ def llama_program(program: str, model: str, batch: int) -> Callable[[dict[str, A
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = int(found.getsockname()[1])
-    command = [program, "-m", model, "--port", str(port), "-np", str(batch), "-c", str(CONTEXT * batch), "-v", "0"]
+    command = [program, "-m", model, "--port", str(port), "-np", str(batch), "-c", str(CONTEXT * batch), "-lv", "1"]
     command += ["-t", str(len(os.sched_getaffinity(0)))]
     process = subprocess.Popen(command, stdout=sys.stderr)  # noqa: S603 - the user's own program
     atexit.register(process.kill)
