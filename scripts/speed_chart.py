@@ -2,8 +2,9 @@
 
     python scripts/speed_chart.py            writes docs/assets/speed.svg
 
-Each other engine was measured in turns with ours, in a run of its own. So every bar is relative to plain decoding by
-draftproof in the same run; bars of two runs cannot be compared to the last digit.
+Each other engine was measured in turns with ours, in a run of its own, on the same weights: those of 16 bits, or a
+4-bit file. So every bar is relative to plain decoding by draftproof in the same run; bars of two runs cannot be
+compared to the last digit, and those of two kinds of weights not at all.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 CHART = ROOT / "docs" / "assets" / "speed.svg"
-OTHERS = {"throughput": "transformers", "engines": "vLLM (CPU)", "engines_llama": "llama.cpp (4-bit weights)"}
+KINDS = {  # runs with their other engine, by what weights they have
+    "16-bit weights": {"throughput": "transformers", "engines": "vLLM (CPU)"},
+    "a 4-bit file": {"engines_llama": "llama.cpp"},
+}
 PLAIN, DRAFTS = "draftproof, plain", "draftproof, with drafts"
-WITH_DRAFTS = "throughput"  # the run whose bar with drafts is shown
 LABELS, BAR, GAP, WIDTH = 210, 22, 10, 760
 OWN, OTHER = "#00897b", "#90a4ae"
 
@@ -36,24 +39,25 @@ def ratios(name: str, temperature: float) -> dict[str, float]:
     return {engine: fmean(a / b for a, b in zip(found, plain, strict=True)) for engine, found in speeds.items()}
 
 
-def bars(temperature: float) -> list[tuple[str, float]]:
-    """The label and length of each bar."""
-    found = []
-    for name, label in OTHERS.items():
-        (other,) = (speed for engine, speed in ratios(name, temperature).items() if not engine.startswith("draftproof"))
+def bars(runs: dict[str, str], temperature: float) -> list[tuple[str, float]]:
+    """The label and length of each bar; drafts are those of the first run."""
+    found, drafts = [], []
+    for name, label in runs.items():
+        speeds = ratios(name, temperature)
+        (other,) = (speed for engine, speed in speeds.items() if not engine.startswith("draftproof"))
         found.append((label, other))
-    (drafts,) = (
-        speed
-        for engine, speed in ratios(WITH_DRAFTS, temperature).items()
-        if engine.startswith("draftproof") and engine != PLAIN
-    )
-    return [*found, (PLAIN, 1.0), (DRAFTS, drafts)]
+        drafts += [speed for engine, speed in speeds.items() if engine.startswith("draftproof") and engine != PLAIN]
+    return [*found, (PLAIN, 1.0), (DRAFTS, drafts[0])]
 
 
 def chart() -> str:
     """The chart as SVG."""
-    unit = "tokens a second; draftproof without drafts is 1"
-    groups = [(f"Temperature 0: {unit}", bars(0.0)), (f"Temperature 1: {unit}", bars(1.0))]
+    unit = "tokens a second; draftproof, plain is 1"
+    groups = [
+        (f"{kind[0].upper()}{kind[1:]}, temperature {temperature:g}: {unit}", bars(runs, temperature))
+        for kind, runs in KINDS.items()
+        for temperature in (0.0, 1.0)
+    ]
     scale = (WIDTH - LABELS - 60) / max(length for _, group in groups for _, length in group)
     lines, y = [], 8
     for title, group in groups:

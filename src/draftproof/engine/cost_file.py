@@ -20,6 +20,7 @@ import torch
 from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import reason
 from draftproof.files import Store
+from draftproof.native import threads
 
 PAUSE = 30.0  # seconds between two writes while requests come and go
 VERSION = 9
@@ -116,4 +117,4 @@ def _key(engine: DecodingLoop) -> str:
         getattr(target, "dtype", ""),
         target.device,
     )
-    return " | ".join(map(str, (*names, f"{torch.get_num_threads()} of {os.cpu_count()} threads")))
+    return " | ".join(map(str, (*names, f"{torch.get_num_threads()} of {os.cpu_count()} threads, {threads.kind()}")))
