@@ -1,10 +1,11 @@
 """Measure what rounds cost on models with recurrent layers, and the speed-up that follows at given acceptance rates.
 
-    python scripts/measure_snapshots.py [--model NAME] [--tokens 96] [--lengths 4 8] [--dtype float32] [--out NAME]
+    python scripts/measure_snapshots.py [--model NAME] [--tokens 96] [--lengths 2 4 8] [--dtype float32] [--out NAME]
 
-The models have 100 to 200 million random weights. The drafter knows the target's greedy tokens and makes each of them
-wrong with a given probability, so that the acceptance rate is what it should be, and drafts cost no time. Requests with
-and without drafts are decoded in turns. `--out docs/results/snapshots` writes the page and its figures.
+The models have 100 to 530 million random weights; the last one has no recurrent layers. The drafter knows the target's
+greedy tokens and makes each of them wrong with a given probability, so that the acceptance rate is what it should be,
+and drafts cost no time. Requests with and without drafts are decoded in turns, then transformers' own generation
+decodes the same prompt. `--out docs/results/snapshots` writes the page and its figures.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing_extensions import override
 
 from draftproof import Engine, SamplingParams
 from draftproof.backends.base import Feed, FeedOutput
-from draftproof.backends.hf.snapshots import SnapshotBackend
+from draftproof.backends.loading.in_memory import backend_in_memory
 from draftproof.draft import Draft
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.ngram import point_chain
@@ -88,6 +89,20 @@ def configs() -> dict[str, Any]:
             linear_value_head_dim=128,
             tie_word_embeddings=True,
         ),
+        "qwen3.5-wide (2560 hidden numbers, 4 layers, a small vocabulary)": transformers.Qwen3_5TextConfig(
+            vocab_size=32000,
+            hidden_size=2560,
+            intermediate_size=9216,
+            num_hidden_layers=4,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            head_dim=256,
+            linear_num_key_heads=16,
+            linear_num_value_heads=32,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+            tie_word_embeddings=True,
+        ),
         "lfm2 (convolutions)": transformers.Lfm2Config(
             **wide,
             num_hidden_layers=12,
@@ -106,6 +121,16 @@ def configs() -> dict[str, Any]:
             num_experts_per_tok=1,
             attn_layer_period=4,
             attn_layer_offset=3,
+            tie_word_embeddings=True,
+        ),
+        "gemma4 (1536 hidden numbers as E2B has, 6 layers, a small vocabulary)": transformers.Gemma4TextConfig(
+            vocab_size=32000,
+            vocab_size_per_layer_input=32000,
+            hidden_size=1536,
+            intermediate_size=6144,
+            num_hidden_layers=6,
+            num_attention_heads=8,
+            num_key_value_heads=1,
             tie_word_embeddings=True,
         ),
     }
@@ -176,6 +201,22 @@ def run(target: Any, drafter: Any, tokens: int) -> Run:
     )
 
 
+def transformers_ms(model: Any, tokens: int) -> float:
+    """Processor time of a token of transformers' own generation, in ms."""
+    ids = torch.tensor([[(place * 7919 + 11) % 31000 for place in range(PROMPT)]])
+    mask = torch.ones_like(ids)
+
+    def seconds(count: int) -> float:
+        start = time.process_time()
+        model.generate(
+            ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
+        )
+        return time.process_time() - start
+
+    first = seconds(1)
+    return 1e3 * (seconds(tokens + 1) - first) / tokens
+
+
 def turns(target: Any, plain: Run, drafter: Callable[[], Oracle], options: argparse.Namespace) -> dict[str, Any]:
     """Requests with drafts and without, in turns: figures of a round, and raw times."""
     pairs = []
@@ -212,7 +253,7 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--model", action="append", choices=sorted(name.split()[0] for name in every))
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     options = parser.parse_args()
@@ -223,7 +264,7 @@ def main() -> None:
         if options.model and name.split()[0] not in options.model:
             continue
         model = common.random_model(config, getattr(torch, options.dtype))
-        target = SnapshotBackend(model, name=name)
+        target = backend_in_memory(model, name=name)
         weights = sum(each.numel() for each in model.parameters())
         run(target, NoDrafter(), 8)
         plain = run(target, NoDrafter(), options.tokens)
@@ -233,7 +274,9 @@ def main() -> None:
             for rate in RATES
         }
         step = median(ms for each in found.values() for ms in each["plain_ms"])
-        figures[name] = [{"drafted": key[0], "acceptance": key[1], **each} for key, each in found.items()]
+        own = transformers_ms(model, options.tokens)
+        figures[name] = [{"transformers_ms": own}]
+        figures[name] += [{"drafted": key[0], "acceptance": key[1], **each} for key, each in found.items()]
         rows = [
             (
                 *key,
@@ -243,8 +286,9 @@ def main() -> None:
             )
             for key, each in found.items()
         ]
-        title = f"## {name}: {weights / 1e6:.0f} M weights, {options.dtype}, a plain step {step:.1f} ms"
-        section = [title, "", *table(HEADS, rows), ""]
+        title = f"## {name}: {weights / 1e6:.0f} M weights, {options.dtype}"
+        steps = f"Backend {target.kind}. A plain step: {step:.1f} ms; of transformers' generation: {own:.1f} ms."
+        section = [title, "", steps, "", *table(HEADS, rows), ""]
         common.say(options, *section)
         lines += section
         results = Results("Costs of a round on models with recurrent layers", lines, figures, facts)
