@@ -44,13 +44,9 @@ DRAFT: Rows = {(0,): [0.3, 0.0, 0.7], (1,): [0.0, 0.8, 0.2], (2,): [0.6, 0.4, 0.
 
 
 class Toy(NamedTuple):
-    """A toy drafter or stopper.
+    """A toy drafter or stopper: what makes it, and how many output tokens are enumerated.
 
-    Attributes:
-        make: makes a new one.
-        tokens: number of output tokens to enumerate; the time is exponential in it. Of a drafter and a stopper the
-            smaller number counts.
-        slow: whether its enumeration takes long.
+    The time is exponential in that number. Of a drafter and a stopper the smaller one counts.
     """
 
     make: Callable[..., Any]
@@ -108,13 +104,9 @@ UNSTOPPED = tuple(name for name in DRAFTERS if name in PARTS and not PARTS[name]
 
 @dataclass(frozen=True)
 class Composition:
-    """One drafter, stopper and rule.
+    """One drafter, stopper and rule, by their names; drafters without a stopper have an empty one.
 
-    Attributes:
-        drafter, stopper, rule: their names; the stopper is "" for drafters without one.
-        lossless: whether the rule is lossless.
-        refused: the engine's message if it refuses the composition; None if it composes.
-        slow: whether its enumeration takes minutes.
+    `refused` is the engine's message if it refuses the composition; `slow` says whether its enumeration takes minutes.
     """
 
     drafter: str
@@ -164,11 +156,7 @@ def toy_engine(
     target: TableModel | None = None,
     draft: TableModel | None = None,
 ) -> Engine:
-    """An engine of toy parts.
-
-    Raises:
-        UserError: they do not compose.
-    """
+    """An engine of toy parts; a UserError where they do not compose."""
     small = draft or TableModel(VOCAB, 0, order=1, rows=DRAFT, hidden=WIDTH, predicts=True)
     ends: Stopper = STOPPERS[stopper].make() if stopper else FixedLength(2)
     made: Drafter = DRAFTERS[drafter].make(DraftModel(small, vocab_size=VOCAB), ends)

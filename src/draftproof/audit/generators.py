@@ -49,12 +49,7 @@ NOTE = (
 
 
 class Subject(NamedTuple):
-    """A target, and its `generate` with a generator of drafts.
-
-    Attributes:
-        target: the model, in float64.
-        generate: takes the arguments of `target.generate`.
-    """
+    """A target in float64, and its `generate` with a generator of drafts."""
 
     target: Any
     generate: Callable[..., Tensor]
@@ -161,12 +156,9 @@ def _with_assistant() -> Subject:
 
 
 class Generator(NamedTuple):
-    """A generator of drafts.
+    """A generator of drafts: the name of its class, models for it, and a number of sampled tokens.
 
-    Attributes:
-        rule: name of its class.
-        make: models of its kind.
-        length: sampled tokens, so many that drafts of two tokens are verified.
+    They are so many that drafts of two tokens are verified.
     """
 
     rule: str

@@ -137,14 +137,9 @@ class RuleLine:
 
 @dataclass(frozen=True)
 class ClaimLine:
-    """The result for a statement about two rules.
+    """The result for a statement about two rules, an "identity" or an "ordering".
 
-    Attributes:
-        kind: "identity" or "ordering".
-        claim: the statement.
-        value: the largest total variation of an identity, or the smallest margin of an ordering.
-        worst_model: the pair with this value.
-        verdict: "ok" or "FAIL".
+    `value` is the largest total variation of an identity, or the smallest margin of an ordering.
     """
 
     kind: str
@@ -226,9 +221,7 @@ def all_rules() -> dict[str, Rule]:
 class Audit:
     """Enumerations of rules on the suite, each made once.
 
-    Args:
-        pairs: the suite.
-        in_engine: names of the pairs on which rules with a state are enumerated in the engine; None for all.
+    Rules with a state are enumerated in the engine, on the pairs named in `in_engine`; None for all.
     """
 
     def __init__(self, pairs: Sequence[ToyPair], in_engine: Collection[str] | None = None) -> None:
@@ -342,15 +335,7 @@ def engine_finding(pair: ToyPair, verifier: Callable[[], Verifier], most: int = 
 
 
 def audit_rules(names: Sequence[str] = (), *, full: bool = False) -> Iterator[Line]:
-    """Audit some rules by name, or all rules with the identities and orderings between them.
-
-    Args:
-        names: names of rules; all when empty.
-        full: use the larger suite.
-
-    Raises:
-        UserError: an unknown name.
-    """
+    """Audit some rules by name, or all rules with the identities and orderings between them."""
     audit = Audit(suite(full=full), None if full else IN_ENGINE)
     for name in names:
         if name not in audit.rules:

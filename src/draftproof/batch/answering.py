@@ -46,11 +46,7 @@ class _Open:
 
 
 class Answerer:
-    """Answers rows with one engine.
-
-    Args:
-        engine: nobody else should use it meanwhile.
-        options: of the rows.
+    """Answers rows with one engine, which nobody else should use meanwhile.
 
     Raises:
         UserError: options that do not fit the model; lines of an OpenAI batch file without the extra `serve`.
@@ -141,11 +137,7 @@ def _form(engine: DecodingLoop, options: RowOptions) -> RowForm:
 
 
 def require_server() -> None:
-    """Refuse lines of an OpenAI batch file where the server's packages are missing.
-
-    Raises:
-        UserError: they are.
-    """
+    """Refuse lines of an OpenAI batch file where the server's packages are missing."""
     from importlib.util import find_spec
 
     missing = [name for name in ("fastapi", "prometheus_client") if find_spec(name) is None]

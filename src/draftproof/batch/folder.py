@@ -36,9 +36,6 @@ class AnswerFolder:
     Attributes:
         done: ids that have their output, as texts.
         facts: the manifest.
-
-    Raises:
-        UserError: the folder holds something else, or cannot be written or read.
     """
 
     def __init__(
@@ -115,11 +112,7 @@ class AnswerFolder:
     def open(self, run: Mapping[str, Any]) -> Iterator[None]:
         """Take results inside the block; what has come is on the disk after it, however it ends.
 
-        Args:
-            run: facts about this run for the manifest.
-
-        Raises:
-            UserError: another process has the folder open, or it cannot be written.
+        `run` are facts about this run for the manifest. A UserError says that another process has the folder open.
         """
         with ExitStack() as stack:
             with self._writing():
@@ -147,8 +140,7 @@ class AnswerFolder:
     def parts(self) -> list[Path]:
         """The files with rows, in order.
 
-        Raises:
-            UserError: there is another file whose name begins as theirs: who reads the folder would take it for one.
+        Another file whose name begins as theirs is refused: who reads the folder would take it for one.
         """
         found = sorted(self.path.glob(f"{_PART}*"))
         for file in found:

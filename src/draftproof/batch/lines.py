@@ -32,12 +32,7 @@ _ENDPOINTS: dict[str, Endpoint[Any]] = {each.path: each for each in (CHAT, COMPL
 
 
 class OpenAIRows(RowForm):
-    """Rows with custom_id, method, url and body, answered in the shape of OpenAI's output files.
-
-    Args:
-        engine: answers them.
-        options: of the rows.
-    """
+    """Rows with custom_id, method, url and body, answered in the shape of OpenAI's output files."""
 
     def __init__(self, engine: DecodingLoop, options: RowOptions) -> None:
         self._options = options
@@ -110,11 +105,7 @@ class OpenAIRows(RowForm):
 
 
 def _body(kind: type[_Body], given: Any) -> _Body:
-    """A body of a line, an object or its JSON.
-
-    Raises:
-        ApiError: what is wrong with it.
-    """
+    """A body of a line, an object or its JSON."""
     if isinstance(given, str):
         try:
             given = json.loads(given)

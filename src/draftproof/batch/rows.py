@@ -62,16 +62,9 @@ class RowOptions:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a row asks of the engine; arguments of `DecodingLoop.add`.
+    """What a row asks of the engine: arguments of `DecodingLoop.add`.
 
-    Attributes:
-        prompts: one or several.
-        params: of all of them.
-        prediction: what the answer may repeat.
-        speculates: whether anything is drafted.
-        constraint: the grammar of `params`, where it is compiled already.
-        reasoning: how the output begins, where the prompts are token ids of a chat.
-        more: what the form of the rows needs for the answer.
+    `more` is what the form of the rows needs for the answer.
     """
 
     prompts: Sequence[Prompt]
@@ -88,11 +81,7 @@ class RowForm(Protocol):
     """One of the two forms of rows, for one engine."""
 
     def ask(self, row: Row) -> Asked:
-        """What a row asks.
-
-        Raises:
-            Exception: it cannot be asked; `refused` says why in the row's output.
-        """
+        """What a row asks; whatever it raises, `refused` says in the row's output."""
         ...
 
     def answer(self, row: Row, asked: Asked, requests: Sequence[Request]) -> tuple[list[Values], bool]:
@@ -111,10 +100,6 @@ def row_seed(seed: int, name: str | int) -> int:
 
 class PromptRows(RowForm):
     """Rows with a prompt: a text, token ids, or the messages of a chat.
-
-    Args:
-        engine: answers them.
-        options: of the rows.
 
     Raises:
         UserError: sampling parameters that are out of range, or a chat without a template.

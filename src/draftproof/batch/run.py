@@ -64,13 +64,7 @@ class Summary:
 
 
 def settings_of(source: Source, engine: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
-    """What the answers depend on: the input, the models with their content, and every option that changes an answer.
-
-    Args:
-        source: the input.
-        engine: arguments of `Engine.load`.
-        options: of the rows.
-    """
+    """What the answers depend on: the input, the models with their content, and every option that changes an answer."""
     named = {name: engine.get(name) for name in ("target", "draft", "adapter")}
     quantized = engine.get("quantization_config")
     return {
@@ -97,12 +91,7 @@ def answer_all(
 ) -> Summary:
     """Answer every row that has no output yet.
 
-    Args:
-        source: the input.
-        folder: takes the results.
-        answers: from rows to their results, in any order, some at a time.
-        run: facts about this run for the manifest.
-        watch: shows progress.
+    `answers` go from rows to their results, in any order, some at a time; `run` are facts for the manifest.
 
     Raises:
         UserError: the folder cannot be written, or is another run's.

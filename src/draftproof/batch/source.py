@@ -25,12 +25,7 @@ _NAMED = 5  # ids that an error names
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the input.
-
-    Attributes:
-        id: what the row's output is found by.
-        values: its columns, as JSON has them.
-    """
+    """A row of the input: what its output is found by, and its columns, as JSON has them."""
 
     id: str | int
     values: Mapping[str, Any]
@@ -108,11 +103,7 @@ class Source:
         return f"{self.path}, row {number + 1}"
 
     def rows(self) -> Iterator[Row]:
-        """The rows, in order.
-
-        Raises:
-            UserError: the file is not what it was, or changes meanwhile.
-        """
+        """The rows, in order; a UserError where the file is not what it was, or changes meanwhile."""
         columns = LINE_KEYS if self.lines else ("id", *PROMPT_KEYS, "prediction")
         for number, values in enumerate(self._values(columns)):
             found = self._id_of(number, values)
@@ -133,11 +124,7 @@ class Source:
 
 
 class _Unchanged:
-    """Refuses to go on where an open file is not what it was.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Refuses to go on where an open file is not what it was."""
 
     def __init__(self, file: BinaryIO, digest: str, path: Path) -> None:
         self._file = file
@@ -164,11 +151,7 @@ class _Unchanged:
 
 
 def require_pyarrow(what: str) -> None:
-    """Refuse to go on without pyarrow.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Refuse to go on without pyarrow."""
     if find_spec("pyarrow") is None:
         raise UserError(f"{what} needs pyarrow: pip install 'draftproof[batch]', or use .jsonl")
 

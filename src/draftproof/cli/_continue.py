@@ -30,13 +30,7 @@ class PromptInput:
 
 @dataclass(frozen=True)
 class Failure:
-    """A continuation that could not be finished.
-
-    Attributes:
-        prompt: its text; None for token ids.
-        index: which of the continuations of its prompt.
-        error: why.
-    """
+    """A continuation of a prompt that could not be finished; token ids have no text."""
 
     prompt: str | None
     index: int
@@ -52,11 +46,7 @@ def as_inputs(
 ) -> tuple[list[PromptInput], str]:
     """The prompts for the engine, and a notice where the chat template is applied although no option says so.
 
-    Args:
-        engine: loaded.
-        sources: the texts.
-        chat: whether to apply the template; None applies it if there is one.
-        system: a system message, which needs the template.
+    `chat` says whether to apply the template; None applies it if there is one. A system message needs it.
     """
     applied = system is not None or (engine.prompts.has_template if chat is None else chat)
     if not applied:
@@ -73,15 +63,7 @@ def as_inputs(
 class GenerateRun:
     """One call of the command, after everything is loaded: decode, print, compare.
 
-    Attributes:
-        engine: loaded.
-        inputs: the prompts.
-        params: sampling parameters in effect.
-        given: names of those that the user has set.
-        as_json: print objects in place of text.
-        with_plain: compare with plain decoding.
-        quiet: leave out the summary.
-        prediction: a text that the continuations may repeat.
+    `given` are names of the sampling parameters that the user has set; with_plain compares with plain decoding.
     """
 
     engine: Engine
@@ -94,11 +76,7 @@ class GenerateRun:
     prediction: str | None = None
 
     def __call__(self) -> None:
-        """Print results on stdout, then the summary and the comparison on stderr.
-
-        Raises:
-            typer.Exit: with code 1, where a request failed.
-        """
+        """Print results on stdout, then summary and comparison on stderr; exit code 1 where a request failed."""
         start = time.perf_counter()
         single = len(self.inputs) == 1 and self.params.n == 1
         results = [self.stream()] if single and not self.as_json else self.collect()
@@ -150,11 +128,7 @@ class GenerateRun:
         return results
 
     def decode(self) -> Iterator[Output | Failure]:
-        """Every continuation, in order, as soon as it is finished; nothing is decoded when a prompt cannot be.
-
-        Raises:
-            UserError: a prompt that cannot be decoded from, with the place where it stood.
-        """
+        """Every continuation, in order, as soon as it is finished; nothing is decoded when a prompt cannot be."""
         requests: list[Request] = []
         try:
             for each in self.inputs:

@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def obtain(*names: str | None, quiet: bool = False) -> None:
-    """Pull those registered models among `names` that are not on this machine.
-
-    Raises:
-        UserError: downloads are forbidden, or one failed.
-    """
+    """Pull those registered models among `names` that are not on this machine."""
     from draftproof import models
 
     missing = [name for name in names if name in models.REGISTRY and not models.pulled(name)]

@@ -33,9 +33,7 @@ def summary(outputs: Sequence[Output], seconds: float) -> str:
 def inherited(params: SamplingParams, given: Collection[str]) -> str:
     """One line on the sampling parameters that the model's generation config has changed; empty where there are none.
 
-    Args:
-        params: the parameters in effect.
-        given: names of the parameters that the user has set.
+    `given` are names of the parameters that the user has set.
     """
     usual = SamplingParams()
     values = {name: getattr(params, name) for name in MODEL_DEFAULTS if name not in given}

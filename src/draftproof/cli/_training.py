@@ -37,15 +37,7 @@ def run(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Run a job, with a progress bar unless `quiet`, and print its figures and the path of its directory.
-
-    Args:
-        make: what runs the job.
-        job: its options.
-        models: names of the models that it reads; registered ones are pulled first.
-        as_json: print the figures as JSON.
-        quiet: show no progress.
-    """
+    """Run a job, which reads models of these names, and print its figures and the path of its directory."""
     from draftproof.progress import bar, silent
 
     with quiet_libraries():

@@ -53,11 +53,7 @@ class Composition:
 
     @classmethod
     def of(cls, draft: Any, tokenizer: Any, options: Mapping[str, Any]) -> Composition:
-        """From a draft model (a name, a transformers model, or None), a tokenizer and options of an engine.
-
-        Raises:
-            UserError: a name or value that is none, or an option of models that are not loaded yet.
-        """
+        """From a draft model (a name, a transformers model, or None), a tokenizer and options of an engine."""
         for name in options:
             if name in OF_LOADING:
                 raise UserError(f"{name} cannot be given for a model that is loaded already: leave it out")
@@ -84,13 +80,7 @@ class Composition:
         return (*own, *(None if each is None else id(each) for each in (self.draft, self.tokenizer)))
 
     def engine(self, model: Any, draft: DraftBackend | None, *, keeps: bool = True) -> Engine:
-        """A new engine around a model.
-
-        Args:
-            model: the target.
-            draft: the draft model's backend, where there is one.
-            keeps: see `SlotBackend`.
-        """
+        """A new engine around a model; `keeps` is that of `SlotBackend`."""
         target = backend_in_memory(model, backend=self.options.backend, name=_name(model), check=self.options.check)
         target.keeps = keeps
         engine = Engine.assemble(target, draft, None, options=self.options)

@@ -90,14 +90,7 @@ _OFF: dict[str, tuple[Any, ...]] = {"num_beams": (1,), "num_beam_groups": (1,), 
 
 
 def refuse_fields(config: Any) -> None:
-    """Refuse what a generation config asks for and cannot have here.
-
-    Args:
-        config: as transformers prepares it: the caller's, with the model's own and transformers' defaults below.
-
-    Raises:
-        UserError: naming the field, and what to do in its place.
-    """
+    """Refuse what a generation config, as transformers prepares it, asks for and cannot have here."""
     for name, advice in REFUSED.items():
         value = getattr(config, name, None)
         off = (None, False, *_OFF.get(name, ())) if name != "use_cache" else (None, True)

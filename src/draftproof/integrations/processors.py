@@ -54,11 +54,7 @@ _ORDER = ("repetition_penalty", "min_tokens", "temperature", "top_k", "top_p", "
 
 
 def refuse_stateful(processors: Sequence[Any]) -> None:
-    """Refuse processors that keep a state.
-
-    Raises:
-        UserError: naming the first.
-    """
+    """Refuse processors that keep a state."""
     for each in processors:
         name = next((kind.__name__ for kind in type(each).__mro__ if kind.__name__ in _STATEFUL), None)
         if name is not None:
@@ -73,11 +69,7 @@ def as_params(
 ) -> dict[str, Any] | None:
     """The sampling parameters that mean what these processors do in this order; None where there are none.
 
-    Args:
-        processors: as transformers prepares them.
-        width: of the padded prompts.
-        padding: of each row.
-        eos: tokens that end a row.
+    `width` is that of the padded prompts, `padding` that of each row, and `eos` are the tokens that end a row.
     """
     given: dict[str, Any] = {}
     place = 0
@@ -130,11 +122,7 @@ def _same(found: Any, expected: Sequence[int]) -> bool:
 @no_type_check  # as the class it extends
 @dataclass(frozen=True, kw_only=True)
 class ProcessedParams(SamplingParams):
-    """Sampling parameters of a request whose scores go through logits processors.
-
-    Attributes:
-        processor: calls them.
-    """
+    """Sampling parameters of a request whose scores go through logits processors."""
 
     processor: Any = None
 
@@ -146,12 +134,7 @@ class ProcessedParams(SamplingParams):
 class Processors(ScoreProcessor):
     """Logits processors as the engine calls them for one request.
 
-    Args:
-        processors: transformers' list.
-        prefix: the row before its first new token, padding included.
-        row: its number in the batch.
-        batch: rows in the batch.
-        device: where processors get their tokens.
+    `prefix` is the row before its first new token, padding included; `row` its number in the batch.
     """
 
     def __init__(self, processors: Any, prefix: Sequence[int], *, row: int, batch: int, device: torch.device) -> None:

@@ -22,12 +22,9 @@ from draftproof.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Ends:
-    """Where rows end.
+    """Where rows end: at a number of tokens, padding and prompt included, at EOS, or where a criterion says so.
 
-    Attributes:
-        max_length: tokens of a row, padding and prompt included.
-        eos: tokens that end a row.
-        criteria: further stopping criteria, each called after every token with the row alone.
+    Each of the criteria is called after every token with the row alone.
     """
 
     max_length: int
@@ -36,15 +33,7 @@ class Ends:
 
     @classmethod
     def of(cls, criteria: Sequence[Any], batch: int) -> Ends:
-        """From transformers' prepared stopping criteria.
-
-        Args:
-            criteria: the list.
-            batch: rows.
-
-        Raises:
-            UserError: criteria that cannot be called row by row.
-        """
+        """From transformers' prepared stopping criteria; a UserError for those that cannot be called row by row."""
         lengths, eos, others = [], [], []
         for each in criteria:
             kind = type(each).__name__
@@ -68,13 +57,9 @@ class Ends:
 
 
 class CriteriaCutter(Cutter):
-    """A cutter that also asks stopping criteria after every token.
+    """A cutter that also asks stopping criteria after every token, with input_ids [1, length] and no scores.
 
-    Args:
-        params: as for Cutter.
-        criteria: called with input_ids [1, length] and no scores.
-        prefix: the row before its first new token, padding included.
-        device: where the criteria get their tokens.
+    `prefix` is the row before its first new token, padding included.
     """
 
     def __init__(
@@ -138,15 +123,7 @@ def _check_positions(positions: Tensor | None, pads: Sequence[int], width: int) 
 def params_of(
     processors: Any, prompts: Sequence[Sequence[int]], input_ids: Tensor, ends: Ends, *, do_sample: bool
 ) -> list[SamplingParams]:
-    """The sampling parameters of each row.
-
-    Args:
-        processors: transformers' prepared list.
-        prompts: of the rows, without padding.
-        input_ids: the rows.
-        ends: where they end.
-        do_sample: False for the most likely tokens.
-    """
+    """The sampling parameters of each row, from transformers' prepared processors."""
     batch, width = input_ids.shape
     most = ends.max_length - width
     common: dict[str, Any] = {"max_tokens": most, "ignore_eos": True, "stop_token_ids": ends.eos}
@@ -167,15 +144,9 @@ def params_of(
 
 
 class Rows:
-    """The rows of one call while they are decoded.
+    """The rows of one call while they are decoded, in an engine that nobody else uses meanwhile.
 
-    Args:
-        engine: used by nobody else meanwhile.
-        prompts: of the rows, without padding.
-        params: of the rows.
-        input_ids: the rows as transformers has them.
-        ends: where they end.
-        pad: fills rows that end early.
+    `prompts` are without padding; the token `pad` fills rows that end early.
     """
 
     def __init__(

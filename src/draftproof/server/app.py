@@ -57,13 +57,9 @@ _Body = TypeVar("_Body", bound=schemas.Body)
 
 
 class Server:
-    """One engine and what answers for it.
+    """One engine, which nobody else may use from now on, and what answers for it.
 
-    Args:
-        engine: nobody else may use it from now on.
-        settings: limits.
-        model: its name in the API.
-        hidden: names that no answer may show, such as the directory of the model.
+    `hidden` are names that no answer may show, such as the directory of the model.
     """
 
     def __init__(self, engine: DecodingLoop, settings: Settings, model: str, hidden: Sequence[str] = ()) -> None:
@@ -138,13 +134,7 @@ class Server:
         return await body_of(request, kind, self.settings.max_body, lenient=ignored)
 
     async def aside(self, request: Request, call: Callable[[], _Made], *, locked: bool = True) -> _Made:
-        """Tokenize outside the event loop's thread.
-
-        Args:
-            request: a client that leaves, or whose time is over, does not wait any more.
-            call: what to do.
-            locked: whether nobody else may tokenize meanwhile.
-        """
+        """Tokenize in another thread, `locked` if nobody else may meanwhile; a client that has left does not wait."""
 
         def alone() -> _Made:
             with self._reading:
@@ -159,11 +149,7 @@ class Server:
         return await self._in_time(request, partial(threads.run, partial(self._parser.parse, body)))
 
     async def _in_time(self, request: Request, call: Callable[[], Awaitable[_Made]]) -> _Made:
-        """What a call returns, unless the client leaves or its time is over before.
-
-        Raises:
-            ApiError: one of these.
-        """
+        """What a call returns; ApiError where the client leaves or its time is over before."""
         with anyio.move_on_after(self.settings.request_timeout or None):
             return await _unless_gone(request, call)
         raise too_late(self.settings.request_timeout)
@@ -335,11 +321,7 @@ class Stream(EventSourceResponse):
 
 
 async def _unless_gone(request: Request, call: Callable[[], Awaitable[_Made]]) -> _Made:
-    """What a call returns, unless the client leaves before.
-
-    Raises:
-        ApiError: it left.
-    """
+    """What a call returns; ApiError where the client leaves before."""
     made: list[_Made] = []
     errors: list[BaseException] = []
     async with anyio.create_task_group() as group:
@@ -413,13 +395,7 @@ async def _release_memory() -> None:
 
 
 def make_app(server: Server, keys: Sequence[str] | Keys = (), hosts: Sequence[str] | None = None) -> FastAPI:
-    """The application of a server.
-
-    Args:
-        server: what answers.
-        keys: API keys; empty lets everybody in.
-        hosts: names that requests may be sent to, see `allowed_hosts`; None for any.
-    """
+    """The application of a server; without keys everybody is let in, and `hosts` are those of `allowed_hosts`."""
 
     @asynccontextmanager
     async def running(_: FastAPI) -> AsyncIterator[None]:

@@ -35,11 +35,7 @@ _log = logging.getLogger("draftproof.access")
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:
-    """The API keys of a file and of the variable DRAFTPROOF_KEYS.
-
-    Raises:
-        UserError: the file cannot be read or holds no key, or a key is too short or has characters beyond ASCII.
-    """
+    """The API keys of a file and of the variable DRAFTPROOF_KEYS; a UserError where one is too short or no ASCII."""
     keys = os.environ.get("DRAFTPROOF_KEYS", "").split()
     where = "the variable DRAFTPROOF_KEYS"
     if file is not None:

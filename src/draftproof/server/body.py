@@ -20,13 +20,7 @@ _Read = TypeVar("_Read", bound=Body)
 
 
 async def body_of(request: Request, kind: type[_Read], most: int, *, lenient: bool) -> _Read:
-    """The body of a request.
-
-    Args:
-        request: whose body has not been read.
-        kind: of the body.
-        most: bytes that it may have.
-        lenient: whether fields that are not known are left out; else they are refused.
+    """The body of a request, whose bytes have not been read, of `most` bytes; `lenient` leaves out unknown fields.
 
     Raises:
         ApiError: it is too large, no JSON, or not of this kind.

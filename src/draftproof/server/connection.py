@@ -17,11 +17,9 @@ _log = logging.getLogger(__name__)
 
 
 class Connections:
-    """The open connections of a server.
+    """The open connections of a server, `most` of them; beyond, the one that has been idle longest is closed.
 
-    Args:
-        most: of them; beyond it the one that has been idle longest is closed. Where each of them serves a request, a
-            few more may ask for the server's health.
+    Where each of them serves a request, a few more may ask for the server's health.
     """
 
     def __init__(self, most: int) -> None:
@@ -49,13 +47,7 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol, with limits of time.
-
-    Attributes:
-        read_timeout: seconds until the head of a request has come; 0 is no limit.
-        write_timeout: seconds in which a client has to read something of what waits for it; 0 is no limit.
-        all: the connections of the server.
-    """
+    """uvicorn's protocol, with limits of time: for the head of a request to come, and for answers to be read."""
 
     read_timeout = write_timeout = 0.0
     all: Connections

@@ -38,12 +38,9 @@ class Lost(Exception):  # noqa: N818 - what became of a server, not a mistake of
 
 @dataclass(frozen=True)
 class Asked:
-    """An HTTP request on its way to a server.
+    """An HTTP request on its way to a server: its ASGI scope without what cannot be sent, and its whole body.
 
-    Attributes:
-        prompt: its prompt, or the texts of its messages; a router may read it by this name.
-        scope: of ASGI, without what cannot be sent.
-        body: whole.
+    A router may read its prompt, or the texts of its messages, by the name `prompt`.
     """
 
     prompt: str
@@ -61,7 +58,7 @@ class Entrance:
     Args:
         passed: from a request to the messages of its answer; raises `Lost`.
         shown: the messages that answer a request for metrics.
-        keys: one of them is needed; empty lets everybody in.
+        keys: as the other limits, see `Access`.
         max_body: bytes of a body that are read.
         at_once: requests with a body that are in work.
         read_timeout: seconds that a client has to send its body; 0 is no limit.
@@ -109,11 +106,7 @@ class Entrance:
         await error_answer(stopping(), scope)(scope, receive, send)
 
     async def _pass(self, asked: Asked, send: Send) -> bool:
-        """Answer by one server; False where it was lost before it began to.
-
-        Raises:
-            Lost: it was lost later.
-        """
+        """Answer by one server; False where it was lost before it began to."""
         begun = False
         try:
             async with aclosing(self._passed(asked)) as messages:
@@ -127,11 +120,7 @@ class Entrance:
         return True
 
     async def _read(self, receive: Receive) -> bytes:
-        """The body of a request.
-
-        Raises:
-            ApiError: it is too long, does not come in time, or its client left.
-        """
+        """The body of a request; ApiError where it is too long, does not come in time, or its client left."""
         body = bytearray()
         try:
             while True:
@@ -167,12 +156,8 @@ def _understood(body: bytes) -> tuple[str, bool]:
 async def answered(app: ASGIApp, asked: Asked, headers: Sequence[tuple[bytes, bytes]]) -> AsyncGenerator[Message]:
     """The messages of an application that answer a request, made only a little ahead of who reads them.
 
-    So an answer that nobody reads is not held whole, and the application's own limits of time apply to it.
-
-    Args:
-        app: the application.
-        asked: the request; closing the iterator drops it.
-        headers: added to the answer's.
+    So an answer that nobody reads is not held whole, and the application's own limits of time apply to it. `headers`
+    are added to the answer's; closing the iterator drops the request.
     """
     body: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
     sent, found = anyio.create_memory_object_stream[Message](_AHEAD)

@@ -22,13 +22,8 @@ def quoted(text: object) -> str:
 class ApiError(Exception):
     """What a request is answered with when it cannot be served.
 
-    Args:
-        message: for the client: what was expected, what was got, what to do. The middle of a long one is left out,
-            whatever has made it, and the end of a long word.
-        status: of the HTTP answer.
-        param: the field of the request that is to blame; None for none.
-        code: a word for programs; None for none.
-        headers: of the answer.
+    The middle of a long message is left out, whatever has made it, and the end of a long word. `param` names the field
+    of the request that is to blame, `code` is a word for programs.
     """
 
     def __init__(
@@ -86,12 +81,7 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
 
 
 def error_answer(error: ApiError, scope: Mapping[str, Any]) -> JSONResponse:
-    """The answer that is an error, in the words of the API that a request was sent to.
-
-    Args:
-        error: to answer with.
-        scope: of the request, which has an id.
-    """
+    """The answer that is an error, in the words of the API that a request was sent to; `scope` has the request's id."""
     body = error.body()
     if is_anthropic(scope["path"]):
         body = {**anthropic_body(error), "request_id": scope["state"]["facts"]["request_id"]}

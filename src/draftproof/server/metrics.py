@@ -18,11 +18,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 
 
 class Metrics:
-    """All metrics of one server, in a registry of its own; threads may share it.
-
-    Args:
-        model: its name, which labels every metric.
-    """
+    """All metrics of one server, in a registry of its own, labelled with its model; threads may share it."""
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -121,12 +117,7 @@ class Metrics:
 
 
 class _Together(Collector):
-    """The metrics of several pages, each labelled with where it comes from.
-
-    Args:
-        pages: in Prometheus' text format, by the value of the label.
-        label: its name.
-    """
+    """The metrics of several pages in Prometheus' text format, each labelled with where it comes from."""
 
     def __init__(self, pages: Mapping[str, str], label: str) -> None:
         self._pages = pages
@@ -145,12 +136,7 @@ class _Together(Collector):
 
 
 def together(pages: Mapping[str, str], label: str) -> bytes:
-    """One page of the metrics of several servers.
-
-    Args:
-        pages: their pages in Prometheus' text format, by their names.
-        label: of every sample; its value is the server's name.
-    """
+    """One page of the metrics of several servers, whose pages are given by name; `label` has a sample's server."""
     return generate_latest(_Together(pages, label))
 
 

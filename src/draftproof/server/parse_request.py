@@ -114,22 +114,14 @@ class RequestParser:
         self._lock = lock
 
     def parse(self, body: SamplingFields) -> ParsedRequest:
-        """Parse a request for completions.
-
-        Raises:
-            ApiError: see `completion` and `chat`.
-        """
+        """Parse a request for completions; ApiError where a value cannot be used, with the name of the field."""
         if isinstance(body, ChatBody):
             return self.chat(body)
         assert isinstance(body, CompletionBody), "the other one of two kinds"
         return self.completion(body)
 
     def completion(self, body: CompletionBody) -> ParsedRequest:
-        """Parse a request to /v1/completions.
-
-        Raises:
-            ApiError: a value that cannot be used; it names the field.
-        """
+        """Parse a request to /v1/completions."""
         params, constraint = self._params(body, _first(body.max_tokens, _COMPLETION_TOKENS), body.logprobs)
         if body.echo and body.logprobs is not None:
             if body.stream:
@@ -143,11 +135,7 @@ class RequestParser:
         return ParsedRequest(prompts, texts, params, prediction, words=self._words(params), constraint=constraint)
 
     def chat(self, body: ChatBody) -> ParsedRequest:
-        """Parse a request to /v1/chat/completions.
-
-        Raises:
-            ApiError: as above.
-        """
+        """Parse a request to /v1/chat/completions."""
         if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
             raise ApiError(
                 f"max_tokens is {body.max_tokens} and max_completion_tokens is {body.max_completion_tokens}: they mean "
@@ -169,11 +157,7 @@ class RequestParser:
         return ParsedRequest((ids,), (None,), params, prediction, tools, self._words(params), constraint, reasoning)
 
     def size(self, body: ChatBody) -> int:
-        """The number of tokens of a chat's prompt, for which no grammar is compiled.
-
-        Raises:
-            ApiError: as above.
-        """
+        """The number of tokens of a chat's prompt, for which no grammar is compiled."""
         return len(self._chat_ids(body, tool_set(body, self._engine.tokenizer, self._settings.tool_format)))
 
     def _chat_ids(self, body: ChatBody, tools: ToolSet | None) -> tuple[int, ...]:
@@ -187,16 +171,7 @@ class RequestParser:
         tools: Sequence[dict[str, Any]],
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[str, tuple[int, ...]]:
-        """Text and token ids of a chat.
-
-        Args:
-            messages: of the chat.
-            tools: that the model is shown.
-            options: of the chat template.
-
-        Raises:
-            ApiError: the template refuses it, or it is too long.
-        """
+        """Text and token ids of a chat with the tools that the model is shown, and options of the chat template."""
         self._refuse_long(sum(len(text_of(each.content or "")) for each in messages), "messages")
         prompts = self._engine.prompts
         shown = fitted(messages_of(messages), self._engine.tokenizer, self._settings.tool_format)
@@ -220,11 +195,7 @@ class RequestParser:
         return text, ids
 
     def encode(self, prompt: str | Sequence[int], param: str) -> tuple[str | None, tuple[int, ...]]:
-        """Text and token ids of a prompt that is no chat.
-
-        Raises:
-            ApiError: it is empty, too long, or not to be read.
-        """
+        """Text and token ids of a prompt that is no chat; ApiError where it is empty, too long, or not to be read."""
         if isinstance(prompt, str):
             self._refuse_long(len(prompt), param)
         else:
@@ -238,11 +209,7 @@ class RequestParser:
         return text, tuple(ids)
 
     def plain(self, text: str, param: str) -> tuple[int, ...]:
-        """Token ids of a text without special tokens.
-
-        Raises:
-            ApiError: it is too long, or not to be read.
-        """
+        """Token ids of a text without special tokens."""
         self._refuse_long(len(text), param)
         try:
             with self._lock:
@@ -289,11 +256,7 @@ class RequestParser:
     ) -> None:
         """Refuse what makes an answer that takes much more memory than its text, before it is made.
 
-        Args:
-            body: of the request.
-            params: of it.
-            prompts: token ids of each.
-            shown: tokens of prompts that the answer can show, each as often as it shows it.
+        `shown` are tokens of prompts that the answer can show, each as often as it shows it.
         """
         top = params.prompt_logprobs
         for name, each in (
@@ -406,11 +369,7 @@ class RequestParser:
 
 
 def refuse_other_model(name: str | None, served: str) -> None:
-    """Refuse the name of another model.
-
-    Raises:
-        ApiError: with status 404.
-    """
+    """Refuse the name of another model, with status 404."""
     if name not in (None, served):
         raise ApiError(
             f"expected model {served!r}, got {quoted(name)}",
@@ -421,11 +380,7 @@ def refuse_other_model(name: str | None, served: str) -> None:
 
 
 def refuse_stream_options(body: SamplingFields) -> None:
-    """Refuse options of streams where the answer is none.
-
-    Raises:
-        ApiError: it names the option.
-    """
+    """Refuse options of streams where the answer is none."""
     for option in ("stream_options", "return_drafts"):
         if getattr(body, option) and not body.stream:
             raise ApiError(f"{option} needs stream true", param=option)
@@ -434,16 +389,7 @@ def refuse_stream_options(body: SamplingFields) -> None:
 
 
 def validated(kind: type[_Read], given: Any, *, lenient: bool = False) -> _Read:
-    """A body of some kind.
-
-    Args:
-        kind: of the body.
-        given: as JSON has it.
-        lenient: whether fields that are not known are left out; else they are refused.
-
-    Raises:
-        ApiError: what is wrong with it.
-    """
+    """A body of some kind from what JSON has; `lenient` leaves out fields that are not known, else they are refused."""
     try:
         return kind.model_validate(given, extra="ignore" if lenient else "forbid")
     except ValidationError as error:
@@ -452,11 +398,7 @@ def validated(kind: type[_Read], given: Any, *, lenient: bool = False) -> _Read:
 
 
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What is wrong with a body, without what the client sent.
-
-    Args:
-        errors: pydantic's, whose places begin with the word "body".
-    """
+    """What is wrong with a body, by pydantic's errors, without what the client sent."""
     first = next((each for each in errors if not each["type"].endswith("_type")), errors[0])  # of a union's branches
     fields = _field_names(Body)
     names = [str(each) for each in first["loc"][1:] if isinstance(each, int) or each in fields]
@@ -514,11 +456,7 @@ def _structured(asked: StructuredOutputs) -> str:
 
 
 def as_json(value: dict[str, Any], param: str) -> str:
-    """A schema or arguments as JSON.
-
-    Raises:
-        ApiError: it holds what JSON cannot.
-    """
+    """A schema or arguments as JSON; ApiError where they hold what JSON cannot."""
     try:
         return json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
@@ -526,11 +464,7 @@ def as_json(value: dict[str, Any], param: str) -> str:
 
 
 def _json_text(text: str) -> str:
-    """A schema that came as a text.
-
-    Raises:
-        ApiError: it is no JSON, or nested too deeply.
-    """
+    """A schema that came as a text, which must be JSON."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -559,11 +493,7 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _template_options(body: ChatBody) -> dict[str, Any]:
-    """Options of the chat template: those given, and what an effort means where they do not say it.
-
-    Raises:
-        ApiError: one that is no option of a template.
-    """
+    """Options of the chat template: those given, and what an effort means where they do not say it."""
     given = dict(body.chat_template_kwargs or {})
     if own := sorted(_NO_OPTIONS & given.keys()):
         raise ApiError(

@@ -43,11 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 def bind(settings: Settings) -> socket.socket:
-    """A socket at the settings' address, before a model is loaded for it.
-
-    Raises:
-        UserError: the address cannot be had.
-    """
+    """A socket at the settings' address, before a model is loaded for it; a UserError where it cannot be had."""
     where = f"{settings.host}:{settings.port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -74,11 +70,7 @@ def address(listener: socket.socket) -> str:
 
 
 def use_template(engine: DecodingLoop, file: Path) -> None:
-    """Give a model another chat template.
-
-    Raises:
-        UserError: the file cannot be read, or the model has no tokenizer.
-    """
+    """Give a model the chat template of a file."""
     try:
         template = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -172,13 +164,8 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or Ctrl-C: then no connection is accepted, and running requests may end.
 
-    Where a thread does not end with them, the process ends here, with code 1.
-
-    Args:
-        app: of `make_app`.
-        listener: of `bind`.
-        settings: with the time that running requests get.
-        listens: called when connections are accepted.
+    Where a thread does not end with them, the process ends here, with code 1. `listens` is called when connections are
+    accepted.
 
     Raises:
         KeyboardInterrupt: after Ctrl-C, when everything has ended.

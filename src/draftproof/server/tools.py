@@ -52,11 +52,7 @@ class ToolSet:
     def grammar(self, form: dict[str, Any] | None) -> str:
         """The grammar of the answer, in Lark's notation as llguidance reads it.
 
-        Args:
-            form: a JSON schema for an answer that is no call; None for any text.
-
-        Raises:
-            ApiError: calls and such an answer cannot be told apart.
+        `form` is a JSON schema for an answer that is no call; None for any text.
         """
         grammar = Grammar(self.specials)
         try:
@@ -97,8 +93,7 @@ class ToolSet:
     def form(self, *, formed: bool) -> str:
         """A pattern of what an answer's form begins with; the empty one where all of the answer has a form.
 
-        Args:
-            formed: whether an answer that is no call has a form, too.
+        `formed` says whether an answer that is no call has a form, too.
         """
         if self.must or formed:
             return ""
@@ -110,8 +105,7 @@ class ToolSet:
 class ToolParams(SamplingParams):
     """Sampling parameters of an answer that may be text, in which stop strings count, and then calls.
 
-    Attributes:
-        begins: a pattern of what the answer's form begins with.
+    `begins` is a pattern of what the answer's form begins with.
     """
 
     begins: str = ""
@@ -128,12 +122,7 @@ class ToolParams(SamplingParams):
 
 
 def tool_set(body: ChatBody, tokenizer: Any, given: str) -> ToolSet | None:
-    """What a request says of tools; None where the model is not shown any.
-
-    Args:
-        body: of the request.
-        tokenizer: of the model.
-        given: name of the format, or auto.
+    """What a request says of tools, in the format of a name or of "auto"; None where the model is not shown any.
 
     Raises:
         ApiError: fields that do not fit together, or a model that knows no tools.
@@ -173,11 +162,7 @@ def _refuse_unneeded(body: ChatBody) -> None:
 
 
 def _checked(tools: Sequence[Tool]) -> list[Function]:
-    """The functions of tools, with schemas as grammars take them.
-
-    Raises:
-        ApiError: two of one name, or parameters that are no object, or have too many levels.
-    """
+    """The functions of tools, with schemas as grammars take them."""
     try:
         functions = [
             each.function.model_copy(update={"parameters": without_idle_names(each.function.parameters)})
@@ -205,11 +190,7 @@ def template_tools(functions: Sequence[Function]) -> list[dict[str, Any]]:
 
 
 def template_calls(message: Message) -> list[dict[str, Any]]:
-    """The calls of a message as chat templates take them: arguments are objects.
-
-    Raises:
-        ApiError: arguments that are no JSON object.
-    """
+    """The calls of a message as chat templates take them: arguments are objects."""
     made = []
     for call in message.tool_calls or ():
         try:
@@ -230,14 +211,7 @@ def template_calls(message: Message) -> list[dict[str, Any]]:
 
 @dataclass
 class CallPart:
-    """What a piece of an answer adds to a call.
-
-    Attributes:
-        place: number of the call.
-        id: in the first part of a call.
-        name: in the first part of a call.
-        arguments: more of them, as JSON.
-    """
+    """What a piece of an answer adds to a call: id and name in its first part, and more arguments as JSON."""
 
     place: int
     id: str | None = None
@@ -247,14 +221,7 @@ class CallPart:
 
 @dataclass
 class ToolReader:
-    """Divides an answer into text and calls, as it comes.
-
-    Args:
-        tools: of the request.
-
-    Attributes:
-        count: number of calls so far.
-    """
+    """Divides an answer into text and calls, as it comes; `count` is the number of calls so far."""
 
     tools: ToolSet
     count: int = 0

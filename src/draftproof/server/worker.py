@@ -122,11 +122,7 @@ class Job:
         return self._complete == self.size
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """The pieces that came since the last ones, until every continuation has ended.
-
-        Raises:
-            ApiError: it failed.
-        """
+        """The pieces that came since the last ones, until every continuation has ended; ApiError where it failed."""
         left = self.size
         while left:
             await self._wake.wait()
@@ -191,11 +187,7 @@ class _Queue:
         return True
 
     def next(self, served: Mapping[str, int]) -> Job:
-        """Take out the oldest job of the client with the fewest continuations in the batch; of several they take turns.
-
-        Args:
-            served: continuations in the batch, by client.
-        """
+        """Take out the oldest job of the client with the fewest continuations in the batch; such clients take turns."""
         client = min(self._jobs, key=lambda each: (served.get(each, 0), self._turns.get(each, 0)))
         self._turns[client] = max(self._turns.values(), default=0) + 1
         job = next(iter(self._jobs[client]))
@@ -289,11 +281,7 @@ class EngineWorker:
         return self._thread.is_alive() and not self.dead and not self._ends and not self.stuck
 
     def submit(self, job: Job) -> None:
-        """Queue a job.
-
-        Raises:
-            ApiError: the queue is full, or nothing runs any more.
-        """
+        """Queue a job; ApiError where the queue is full, or nothing runs any more."""
         self.refuse_without_room(job.size, job.client)
         timer = None
         if job.seconds < math.inf:
@@ -306,11 +294,7 @@ class EngineWorker:
         self._inbox.put(lambda: self._add(job))
 
     def refuse_without_room(self, size: int = 1, client: str = "") -> None:
-        """Refuse a job of so many continuations where it cannot be queued now.
-
-        Raises:
-            ApiError: see `submit`.
-        """
+        """Refuse a job of so many continuations where it cannot be queued now."""
         if not self.ready:
             raise stopping()
         own = self._sizes.get(client, 0) + size
@@ -578,12 +562,9 @@ class EngineWorker:
 
 
 def pieces_of(request: Request, index: int, reported: int = 0) -> list[Piece]:
-    """The chunks of a request that nobody has taken yet, as pieces.
+    """The chunks of a request that nobody has taken yet, as pieces of a continuation.
 
-    Args:
-        request: its chunks are taken away.
-        index: of the continuation.
-        reported: tokens whose log-probabilities earlier pieces have.
+    They are taken away; earlier pieces have the log-probabilities of the first `reported` tokens.
     """
     made = []
     while request.chunks:
@@ -612,12 +593,7 @@ def pieces_of(request: Request, index: int, reported: int = 0) -> list[Piece]:
 
 
 def explained(error: BaseException, shown: Callable[[str], str]) -> ApiError:
-    """What a client is told of an error; what it is not told is in the log.
-
-    Args:
-        error: of the engine.
-        shown: makes a message of the engine fit for clients.
-    """
+    """What a client is told of an error of the engine, made fit for it by `shown`; the log has all of it."""
     if isinstance(error, RequestError):
         _log.error("%s", error)
         if isinstance(error.__cause__, NoTokenError):

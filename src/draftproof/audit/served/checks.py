@@ -52,9 +52,8 @@ class Check:
 def checks_for(frequent: Sequence[int]) -> dict[str, Check]:
     """All checks.
 
-    Args:
-        frequent: tokens that answers often hold, most frequent first: three or more. Biases are put on them, and
-            min_tokens is checked with one of them as stop token.
+    `frequent`: three or more tokens that answers often hold, most frequent first. Biases are put on them, and
+    min_tokens is checked with one of them as stop token.
     """
     first, second, third = frequent[:3]
     bias = {str(first): -100.0, str(second): 2.0, str(third): -2.0}
@@ -91,11 +90,7 @@ NAMES = tuple(checks_for((0, 1, 2)))
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-    """The names of the checks that were asked for; all without a name.
-
-    Raises:
-        UserError: a name that is none.
-    """
+    """The names of the checks that were asked for; all without a name."""
     for name in names:
         if name not in NAMES:
             raise UserError(f"check: expected one of {', '.join(NAMES)}, got {name!r}")
@@ -114,14 +109,7 @@ def violations(
 ) -> list[str]:
     """What one answer breaks, whatever was drawn; empty for a right server.
 
-    Args:
-        check: the check it belongs to.
-        text: as answered.
-        tokens: that were sampled, with the end token where one ended the answer.
-        finish: the server's finish_reason.
-        max_tokens: of the request.
-        ends: end-of-sequence tokens.
-        decoded: the text of `tokens`.
+    `tokens` are those that were sampled, with the end token where one ended the answer, and `decoded` is their text.
     """
     params = check.params(max_tokens)
     found = []

@@ -34,12 +34,8 @@ class Refused(Exception):  # noqa: N818 - an answer of the server, not a failure
 class Reply:
     """One answer of the server.
 
-    Attributes:
-        text: as answered.
-        finish: finish_reason.
-        stop_reason: vLLM's field: which stop token or string ended it; None where not given.
-        tokens: sampled token ids, if the server returns them.
-        completion_tokens: the server's count of them, if given.
+    `stop_reason` is vLLM's field: which stop token or string ended it. Servers need not give the sampled token ids, nor
+    their count.
     """
 
     text: str
@@ -109,11 +105,7 @@ class Client:
         await self._http.aclose()
 
     async def start(self, prompt: Sequence[int], text: str) -> dict[str, Any]:
-        """Find out the model's name, what the server says of itself, and how it returns sampled tokens.
-
-        Args:
-            prompt: token ids of some prompt.
-            text: the same as a text.
+        """Find out the model's name, what the server says of itself, and how it returns sampled tokens of a prompt.
 
         Raises:
             UserError: nobody answers, the server lists no models, or refuses a plain completion.
@@ -161,12 +153,7 @@ class Client:
         self._token_field = {}
 
     async def complete(self, prompt: Sequence[int], text: str, fields: Mapping[str, Any]) -> Reply:
-        """One completion.
-
-        Args:
-            prompt: token ids.
-            text: the same as a text, for servers that take no ids.
-            fields: of the request.
+        """One completion of a prompt, as token ids and as a text for servers that take no ids.
 
         Raises:
             Refused: the server does not take these fields.
@@ -212,11 +199,7 @@ class Client:
         raise UserError(f"{self.url}{path} failed {self._retries + 1} times, last: {last}; start again to go on")
 
     async def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
-        """An answer with its body.
-
-        Raises:
-            UserError: it is too long.
-        """
+        """An answer with its body, which must not be too long."""
         async with self._http.stream(method, path, json=body) as answer:
             content = bytearray()
             async for part in answer.aiter_bytes():

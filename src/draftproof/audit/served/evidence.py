@@ -32,10 +32,8 @@ SHARES = (0.9, 0.5, 0.2, 0.1, 0.05, 0.02)
 class Excluded:
     """What is known about one kind of fault.
 
-    Attributes:
-        kind: its name.
-        share: the smallest share of tokens that is excluded; None where no share is.
-        evidence: the largest wealth of a bet on this kind, at any time.
+    `share` is the smallest share of tokens that is excluded, None where no share is; `evidence` the largest wealth of
+    a bet on this kind, at any time.
     """
 
     kind: str
@@ -75,11 +73,7 @@ class Evidence:
         self._peak = 0.0
 
     def add(self, ratios: Float[Tensor, "tokens kinds"]) -> None:
-        """Add the tokens of one answer.
-
-        Args:
-            ratios: r(y)/p(y) of each token under each kind, 0 or more.
-        """
+        """Add the tokens of one answer: r(y)/p(y) of each token under each kind, 0 or more."""
         if not ratios.shape[0]:
             return
         factors = torch.log1p(self._share * (ratios.double().unsqueeze(-1) - 1))
@@ -146,17 +140,7 @@ def needed_tokens(
 ) -> float:
     """About how many tokens it takes to find a fault in a share of the tokens: log(bets/alpha) over the mean growth.
 
-    Args:
-        probs: p in some contexts.
-        ratios: r/p there, as bets see it.
-        others: r there.
-        share: of the tokens that are drawn from r.
-        slack: of this kind.
-        alpha: false-alarm rate of the check.
-        bets: number of all bets of the check.
-
-    Returns:
-        Infinity where the bet does not grow.
+    In some contexts `probs` are p, `ratios` r/p as bets see it, and `others` r. Infinite where the bet does not grow.
     """
     drawn = (1 - share) * probs.double() + share * others.double()
     growth = (drawn * torch.log1p(share * (ratios.double() - 1))).sum(-1).mean() - math.log1p(share * slack)

@@ -42,10 +42,8 @@ class Answer:
     def rows(self, params: SamplingParams | None = None, *, forgotten: int = 0, draft: bool = False) -> Tensor:
         """The distribution of each token.
 
-        Args:
-            params: others than the request's.
-            forgotten: that many of the last tokens are not seen by transforms.
-            draft: of the draft model instead of the target.
+        `params` are others than the request's; transforms do not see so many last tokens as are `forgotten`; `draft`
+        takes the draft model instead of the target.
         """
         own = self.transforms if params is None else replace(self.transforms, params=params)
         paths = [self.tokens[: max(0, place - forgotten)] for place in range(len(self.tokens))]
@@ -163,12 +161,7 @@ def _wide_residual(steps: int) -> Maker:
 
 
 def kinds_of(params: SamplingParams, *, drafted: bool) -> dict[str, Maker]:
-    """The kinds of faults that can show under these sampling parameters.
-
-    Args:
-        params: the request's.
-        drafted: whether the server's draft model is known.
-    """
+    """The kinds of faults that can show under these sampling parameters; `drafted` if the draft model is known."""
     if params.temperature == 0:
         return {}
     made: dict[str, Maker] = {

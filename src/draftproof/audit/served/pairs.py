@@ -73,9 +73,7 @@ class Learned:
 class PairEvidence:
     """The wealth of all bets on differences between two servers.
 
-    Args:
-        slack: by how much the means of a feature may differ between right servers.
-        most: tokens of an answer.
+    `slack`: by how much the means of a feature may differ between right servers; `most`: tokens of an answer.
     """
 
     def __init__(self, slack: float, most: int) -> None:
@@ -124,18 +122,10 @@ async def audit_pair(
     *,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> tuple[dict[str, Any], list[Finding]]:
-    """All checks on both servers.
+    """All checks on a server that speculates, and on one without speculation of the same model.
 
-    Args:
-        server: that speculates.
-        reference: without speculation, of the same model.
-        options: `budget` counts tokens of one server; `numerics` is the slack if it is a number, else 0.01.
-        texts: prompts.
-        encode: a text's tokens, for servers that return none; words do.
-        progress: as of `Audit`.
-
-    Returns:
-        What the server says of itself, and the findings.
+    `budget` counts tokens of one server; `numerics` is the slack if it is a number, else 0.01. `encode` gives a text's
+    tokens, for servers that return none. Returns what the server says of itself, and the findings.
     """
     prompts = [encode(text) for text in texts]
     try:

@@ -16,14 +16,10 @@ FILE = "answers.jsonl"
 
 
 class Records:
-    """Answers by check and number.
-
-    Args:
-        folder: where they are kept; None keeps them in memory only.
-        settings: of the audit; answers of an audit with other settings are refused.
+    """Answers by check and number, kept in a folder, or in memory only.
 
     Raises:
-        UserError: the folder holds answers of another audit, or cannot be written.
+        UserError: the folder holds answers of an audit with other settings, or cannot be written.
     """
 
     def __init__(self, folder: Path | None, settings: Mapping[str, Any]) -> None:

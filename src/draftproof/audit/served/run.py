@@ -110,14 +110,8 @@ class Finding:
 class Audit:
     """One audit.
 
-    Args:
-        client: of the server.
-        right: the target's weights.
-        options: of the audit.
-        prompts: texts.
-        rounded: the same weights in the server's arithmetic, where that is not float32.
-        folder: where answers are kept, so that the audit can go on later.
-        progress: called with the check, the tokens so far and the budget.
+    `rounded` are the same weights in the server's arithmetic, where that is not float32; answers are kept in `folder`,
+    so that the audit can go on later; `progress` is called with the check, the tokens so far and the budget.
     """
 
     def __init__(
@@ -172,11 +166,7 @@ class Audit:
         return model.read(params, [left for left, _ in pairs], [rest for _, rest in pairs])
 
     async def run(self) -> list[Finding]:
-        """All checks, one after another.
-
-        Raises:
-            UserError: the server cannot be asked.
-        """
+        """All checks, one after another; a UserError where the server cannot be asked."""
         try:
             self.server = await self._client.start(self._prompts[0], self._texts[0])
             tested = [name for name in self._names if self._tested(self.checks[name])]

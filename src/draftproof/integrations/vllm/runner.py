@@ -225,8 +225,7 @@ def _noise(seeds: Sequence[int], places: Sequence[int]) -> Callable[[slice], Rng
 class NoiseSampler(nn.Module):
     """vLLM's sampler of a token after top_k and top_p, with noise that is keyed by the request's seed and place.
 
-    Args:
-        original: vLLM's own, used outside of rounds.
+    Outside of rounds it is vLLM's own.
     """
 
     def __init__(self, original: Any) -> None:

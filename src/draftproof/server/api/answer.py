@@ -24,14 +24,7 @@ from draftproof.server.worker import Piece
 
 @dataclass(frozen=True)
 class Parts:
-    """What a piece adds to an answer.
-
-    Attributes:
-        reasoning: text of the model's reasoning.
-        text: text of the answer itself.
-        calls: parts of calls of tools.
-        logprobs: of the tokens of the answer itself.
-    """
+    """What a piece adds to an answer; log-probabilities are of the answer itself, without its reasoning."""
 
     reasoning: str
     text: str

@@ -29,13 +29,7 @@ class Form(Protocol):
         ...
 
     def piece(self, answer: Answer, piece: Piece, parts: Parts) -> bytes:
-        """The events for a piece.
-
-        Args:
-            answer: which the piece has been added to.
-            piece: of it.
-            parts: what the piece has added.
-        """
+        """The events for a piece, whose parts have been added to the answer."""
         ...
 
     def closing(self, answer: Answer) -> bytes:

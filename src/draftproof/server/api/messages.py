@@ -206,11 +206,7 @@ def _stop_reason(
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """The arguments of a call; where the answer was cut off within them, as much as is there.
-
-    Raises:
-        ApiError: more levels than can be read, or a text that is none.
-    """
+    """The arguments of a call; where the answer was cut off within them, as much as is there."""
     try:
         found: dict[str, Any] = from_json(arguments, allow_partial=True)
     except ValueError:

@@ -20,14 +20,7 @@ LEAST = -9999.0  # JSON has no -inf; vLLM's figure
 
 
 class OpenAIForm(Form):
-    """Answers of one of the two endpoints.
-
-    Args:
-        body: of the request.
-
-    Attributes:
-        object: OpenAI's name of a chunk.
-    """
+    """Answers of one of the two endpoints; `object` is OpenAI's name of a chunk."""
 
     object = ""
 
@@ -77,12 +70,7 @@ class OpenAIForm(Form):
 
 
 def json_event(content: Mapping[str, Any], event: str | None = None) -> bytes:
-    """A server-sent event whose data is JSON.
-
-    Args:
-        content: of it.
-        event: its name; None for none.
-    """
+    """A server-sent event whose data is JSON, with or without a name."""
     return format_sse_event(data_str=json.dumps(content, ensure_ascii=False, separators=(",", ":")), event=event)
 
 

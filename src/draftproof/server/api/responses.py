@@ -56,15 +56,7 @@ _Event = tuple[str, dict[str, Any]]  # its type without "response.", and what it
 
 
 class _Item(ABC):
-    """One item of an answer, as far as it has come.
-
-    Args:
-        name: what its id ends with; items of one answer have different ones.
-        text: of it so far.
-
-    Attributes:
-        prefix: what ids of its kind begin with.
-    """
+    """One item of an answer, as far as it has come, with an id of its own: the kind's prefix, and a name."""
 
     prefix = ""
 
@@ -220,10 +212,8 @@ class ResponseForm(Form):
     """Answers of /v1/responses.
 
     The last item of an answer that `max_output_tokens` has ended is incomplete, too. A stream has log-probabilities in
-    the events that add text; those that repeat the text would take too long to make with them.
-
-    Args:
-        body: of the request. What answers repeat of it is kept as JSON, which takes less than the prompt's token ids.
+    the events that add text; those that repeat the text would take too long to make with them. What answers repeat of
+    the request's body is kept as JSON, which takes less than the prompt's token ids.
     """
 
     def __init__(self, body: ResponsesBody) -> None:
@@ -410,11 +400,7 @@ def _logprobs(answer: Answer, found: Sequence[TokenLogprob]) -> list[TokenLogpro
 
 
 def _repeated(body: ResponsesBody) -> str:
-    """What an answer repeats of its request, as JSON.
-
-    Raises:
-        ApiError: a tool or a schema cannot be written.
-    """
+    """What an answer repeats of its request, as JSON; ApiError where a tool or a schema cannot be written."""
     reasoning, text = body.reasoning or ReasoningOptions(), body.text or TextOptions()
     choice = body.tool_choice or "auto"
     made = Repeated(

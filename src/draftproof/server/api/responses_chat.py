@@ -53,11 +53,7 @@ class FreeFunction(Function):
 
 
 def chat_of(body: ResponsesBody) -> ChatBody:
-    """What a request asks, as a chat.
-
-    Raises:
-        ApiError: a field that cannot be met.
-    """
+    """What a request asks, as a chat; ApiError for a field that cannot be met."""
     given: dict[str, Any] = {
         name: getattr(body, name) for name in CommonFields.model_fields if name in body.model_fields_set
     }
@@ -156,11 +152,7 @@ def _response_format(body: ResponsesBody) -> Any:
 
 
 def _tools(body: ResponsesBody) -> dict[str, Any]:
-    """The fields of a chat that concern tools.
-
-    Raises:
-        ApiError: a choice among tools that are not there.
-    """
+    """The fields of a chat that concern tools; ApiError for a choice among tools that are not there."""
     choice: Any = body.tool_choice
     functions = functions_of(body)
     names = {each.name for each in functions}

@@ -38,11 +38,7 @@ _SINGLE_QUOTED = r"([^'\\\x00-\x1f\x7f]|\\['\\nrt\x22])"
 
 
 class Arguments(ABC):
-    """How a dialect writes the arguments of a call.
-
-    Attributes:
-        texts: fixed ones, among which special tokens may be.
-    """
+    """How a dialect writes the arguments of a call; `texts` are fixed ones, among which special tokens may be."""
 
     texts: tuple[str, ...] = ()
 
@@ -52,23 +48,12 @@ class Arguments(ABC):
 
     @abstractmethod
     def terms(self, grammar: Grammar, parameters: Schema) -> str:
-        """Terms of Lark for arguments that fit a schema.
-
-        Args:
-            grammar: that gets the rules which they need.
-            parameters: the schema.
-
-        Raises:
-            UserError: a schema that the dialect cannot keep to.
-        """
+        """Terms of Lark for arguments that fit a schema; a UserError for one that the dialect cannot keep to."""
 
     def free(self, grammar: Grammar, parameters: Schema, lark: str) -> str:
-        """Terms of Lark for a text as the only argument.
+        """Terms of Lark for a text as the only argument of the schema.
 
-        Args:
-            grammar: that gets the rules which they need.
-            parameters: the schema; its one property is the argument.
-            lark: the grammar of the text. It is kept to where the text is written without quotes and escapes.
+        The text's own grammar is kept to where the text is written without quotes and escapes.
         """
         (name,) = parameters["properties"]
         before, _, after = self.written({name: _TEXT}).partition(_TEXT)
@@ -99,13 +84,7 @@ class JsonArguments(Arguments):
 
 
 class TaggedArguments(Arguments):
-    """Each argument between tags: a text as it is, and any other value as JSON.
-
-    Args:
-        before: a name.
-        between: a name and its value.
-        after: a value.
-    """
+    """Each argument between tags: a text as it is, and any other value as JSON."""
 
     _labels: Mapping[bool, str] = MappingProxyType({True: "", False: ""})  # after a name, by whether a text follows
 
@@ -181,14 +160,7 @@ class TaggedArguments(Arguments):
 
 
 class LabelledArguments(TaggedArguments):
-    """The same with a label after the name that says whether the value is a text.
-
-    Args:
-        before: a name.
-        label: after a name; `{}` stands for true or false.
-        between: a label and its value.
-        after: a value.
-    """
+    """The same with a label after the name that says whether the value is a text: `{}` in it is true or false."""
 
     def __init__(self, before: str, label: str, between: str, after: str) -> None:
         super().__init__(before, between, after)
@@ -230,12 +202,9 @@ class LabelledArguments(TaggedArguments):
 
 
 class LiteralArguments(Arguments):
-    """Arguments in a notation of their own, such as Python's.
+    """Arguments in a notation of their own, such as Python's, with a letter after them.
 
-    Args:
-        notation: of values.
-        end: the letter after the arguments.
-        by_name: whether arguments are in the order of their names, and not in that of the schema.
+    `by_name` puts them in the order of their names, and not in that of the schema.
     """
 
     def __init__(self, notation: Notation, end: str, *, by_name: bool = False) -> None:

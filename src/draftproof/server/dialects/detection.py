@@ -56,11 +56,7 @@ _known: weakref.WeakKeyDictionary[Any, dict[str, Taught]] = weakref.WeakKeyDicti
 
 
 def format_of(tokenizer: Any, given: str) -> Dialect:
-    """The dialect of a model's calls.
-
-    Args:
-        tokenizer: with the chat template.
-        given: a name, or auto.
+    """The dialect of a model's calls: the named one, or for "auto" what its chat template teaches.
 
     Raises:
         ApiError: the template knows no tools, or no dialect reproduces its calls.
@@ -80,11 +76,7 @@ def format_of(tokenizer: Any, given: str) -> Dialect:
 
 
 def taught(tokenizer: Any) -> Taught:
-    """What a tokenizer's chat template teaches of calls; it is found out once for each template.
-
-    Raises:
-        ApiError: the template does not end in time.
-    """
+    """What a tokenizer's chat template teaches of calls; it is found out once for each template."""
     template = _template(tokenizer)
     known = _known.setdefault(tokenizer, {})
     if template not in known:
@@ -164,14 +156,6 @@ def fitted(messages: Sequence[dict[str, Any]], tokenizer: Any, given: str) -> li
     """Messages with their calls as this model's chat template takes them: the form of arguments, and of ids.
 
     Calls that the template leaves out are written into the content.
-
-    Args:
-        messages: as chat templates take them, arguments as objects.
-        tokenizer: with the chat template.
-        given: name of the dialect, or auto.
-
-    Raises:
-        ApiError: the template does not end in time.
     """
     if not any("tool_calls" in each for each in messages):
         return [*messages]
@@ -183,11 +167,7 @@ def fitted(messages: Sequence[dict[str, Any]], tokenizer: Any, given: str) -> li
 
 
 class _Ids:
-    """Ids of calls as a template takes them.
-
-    Args:
-        kind: see `Dialect.ids`.
-    """
+    """Ids of calls as a template takes them, of a kind that `Dialect.ids` names."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind

@@ -39,13 +39,7 @@ class FreeSignature(Signature, Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """A call that a model has made.
-
-    Attributes:
-        name: of the function.
-        arguments: of it.
-        id: of the call.
-    """
+    """A call of a function that a model has made."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -118,27 +112,13 @@ class Dialect:
         return f"{before}{call.name}{after}{self.arguments.written(call.arguments)}{self.tail}"
 
     def terms(self, grammar: Grammar, functions: Sequence[Signature], *, several: bool) -> str:
-        """Terms of Lark for calls, without the marker.
-
-        Args:
-            grammar: that gets the rules which they need.
-            functions: that may be called.
-            several: whether there may be more than one call.
-
-        Raises:
-            UserError: parameters that the dialect cannot keep to.
-        """
+        """Terms of Lark for calls, without the marker; a UserError for parameters that the dialect cannot keep to."""
         call = grammar.rule(choice([self._call(grammar, each) for each in functions]))
         more = f"({self._text(grammar, self.between)} {call})*" if several else ""
         return f"{self._text(grammar, self.opening)} {call} {more} {self._text(grammar, self.closing)}"
 
     def begin(self, place: int, *, marked: bool) -> re.Pattern[str]:
-        """What stands from the end of the arguments before to those of a call, its name in a group.
-
-        Args:
-            place: number of the call.
-            marked: whether the marker has been read.
-        """
+        """What stands from the end of the arguments before to those of a call, its name in a group."""
         before = self.tail + self.between if place else ("" if marked else self.marker) + self.opening
         after = "" if self.middle else r"(?=[^\w.:/-])"
         return re.compile(f"{self._pattern(before + self.head)}({_NAME}){self._pattern(self.middle)}{after}")

@@ -57,11 +57,7 @@ class Reader(ABC):
 
 
 class JsonScanner:
-    """Finds the end of one JSON value.
-
-    Attributes:
-        done: whether it was found.
-    """
+    """Finds the end of one JSON value."""
 
     def __init__(self) -> None:
         self.done = False
@@ -109,13 +105,7 @@ class JsonReader(Reader):
 
 @dataclass(frozen=True)
 class Tags:
-    """What stands around the names and values of tagged arguments.
-
-    Attributes:
-        before: a name.
-        between: a name and its value.
-        after: a value.
-    """
+    """What stands before a name, between it and its value, and after that."""
 
     before: str
     between: str
@@ -125,9 +115,7 @@ class Tags:
 class TaggedReader(Reader):
     """Arguments between tags: texts without quotes, other values as JSON.
 
-    Args:
-        tags: around names and values.
-        about: the name of an argument and the kinds of JSON values that it may be, by what stands before the value.
+    `about` gives the name of an argument and the kinds of JSON values that it may be, by what stands before the value.
     """
 
     def __init__(self, tags: Tags, about: Callable[[str], tuple[str, frozenset[str]]]) -> None:
@@ -219,12 +207,7 @@ class Notation:
 
 
 class LiteralReader(Reader):
-    """Arguments in another notation: `a=1, b='x', c=[True]`.
-
-    Args:
-        notation: of values.
-        end: the letter after the arguments.
-    """
+    """Arguments in another notation: `a=1, b='x', c=[True]`, with a letter after them."""
 
     def __init__(self, notation: Notation, end: str) -> None:
         super().__init__()
