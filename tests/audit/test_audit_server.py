@@ -18,7 +18,7 @@ from draftproof.audit.served.evidence import Evidence, needed_tokens
 from draftproof.audit.served.faults import FAULTS, faulty_engine
 from draftproof.audit.served.kinds import FLOOR, kinds_of, looked_up, ratios, reference
 from draftproof.audit.served.pairs import PairEvidence, audit_pair, words
-from draftproof.audit.served.prompts import PROMPTS, read_prompts
+from draftproof.audit.served.prompts import PROMPTS
 from draftproof.audit.served.records import Records
 from draftproof.audit.served.report import ServerReport
 from draftproof.audit.served.run import Audit, Finding, Options
@@ -539,17 +539,6 @@ def test_without_token_ids_there_is_no_verdict(engine, weights, monkeypatch):
 def test_wrong_options(options):
     with pytest.raises(UserError, match="expected"):
         Options(**options)
-
-
-def test_prompts_from_files(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    assert read_prompts(tmp_path / "a.jsonl") == ["one", "two"]
-    for name, text in (("b.txt", "\n"), ("c.jsonl", "{}")):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(UserError, match="prompts"):
-            read_prompts(tmp_path / name)
-    with pytest.raises(UserError, match="cannot read"):
-        read_prompts(tmp_path / "none")
 
 
 def test_a_prompt_that_does_not_fit(engine, weights):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,8 @@ import typer
 
 from draftproof.audit.served.run import Options as Audited
 from draftproof.cli._options import Options, with_options
+from draftproof.cli._prompts import read_prompts
+from draftproof.cli._results import print_table
 
 if TYPE_CHECKING:
     from draftproof.audit.served.report import ServerReport
@@ -46,15 +48,14 @@ def server(
 
     OPENAI_API_KEY is read too, and goes to https://api.openai.com only.
     """
-    from draftproof.audit.served.prompts import read_prompts
+    from draftproof.audit.served.prompts import PROMPTS
     from draftproof.errors import UserError
 
     if (target is None) == (reference_url is None):
         raise UserError("give either --target (the weights that the server serves) or --reference-url")
     chosen = Audited(**options)
-    texts = read_prompts(prompts)
-    with ExitStack() as stack:
-        progress = stack.enter_context(_Shown())
+    texts = list(PROMPTS) if prompts is None else [each.text for each in read_prompts(prompts)]
+    with _shown() as progress:
         made = {"model": model, "timeout": timeout, "key": api_key}
         if target is not None:
             report = _against_weights(url, target, draft, chosen, texts, out, made, progress)
@@ -70,7 +71,10 @@ def server(
     elif markdown:
         typer.echo(report.markdown(), nl=False)
     else:
-        _print(report)
+        from draftproof.audit.served.report import HEADS
+
+        print_table(HEADS, report.rows())
+        typer.echo(f"\n{report.conclusion()}")
     if report.verdict == "FAIL":
         raise typer.Exit(1)
 
@@ -135,34 +139,18 @@ def _write(report: ServerReport, out: Path | None) -> None:
         path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
-def _print(report: ServerReport) -> None:
-    from draftproof.audit.served.report import HEADS
+@contextmanager
+def _shown() -> Iterator[Callable[[str, int, int], None]]:
+    """Shows the progress of each check on stderr, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
 
-    rows = report.rows()
-    widths = [max(len(row[at]) for row in [HEADS, *rows]) for at in range(len(HEADS) - 1)]
-    for row in [HEADS, *rows]:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        typer.echo("  ".join([*cells, row[-1]]).rstrip())
-    typer.echo(f"\n{report.conclusion()}")
+    console, tasks = Console(stderr=True), dict[str, Any]()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
 
+        def advance(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bar.add_task(name, total=total)
+            bar.update(tasks[name], completed=done)
 
-class _Shown:
-    """A progress bar on stderr, where that is a terminal."""
-
-    def __enter__(self) -> Callable[[str, int, int], None]:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        console = Console(stderr=True)
-        self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
-        self._bar.start()
-        self._tasks: dict[str, Any] = {}
-        return self._advance
-
-    def _advance(self, name: str, done: int, total: int) -> None:
-        if name not in self._tasks:
-            self._tasks[name] = self._bar.add_task(name, total=total)
-        self._bar.update(self._tasks[name], completed=done)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        yield advance

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,6 +39,14 @@ def show(results: Results, out: Path | None, *, as_json: bool) -> None:
     typer.echo(results.markdown(), nl=False)
     for path in written:
         typer.echo(f"written: {path}")
+
+
+def print_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table with columns as wide as their longest cells."""
+    from draftproof.results import columns
+
+    for line in columns(heads, rows):
+        typer.echo(line)
 
 
 def drawing(*, plots: bool) -> bool:

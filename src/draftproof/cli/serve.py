@@ -16,17 +16,15 @@ from draftproof.errors import UserError
 from draftproof.server.client_configs import CLIENTS, ask_server, assumed_server, client_config
 from draftproof.server.settings import Settings, served_name
 
-_METAVARS = {"api_key_file": "FILE", "allowed_host": "NAME", "chat_template": "FILE"}
+_SERVER = Options(
+    Settings, "Server", metavars={"api_key_file": "FILE", "chat_template": "FILE", "allowed_host": "NAME"}
+)
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
 @engine_options
-@with_options(
-    server=(
-        Options(Settings, "Server", metavars={"api_key_file": "FILE", "chat_template": "FILE", "allowed_host": "NAME"}),
-    )
-)
+@with_options(server=(_SERVER,))
 def serve(
     *,
     server: dict[str, Any],

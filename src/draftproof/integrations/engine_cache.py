@@ -25,16 +25,9 @@ _MOST = 4  # compositions that are kept for a model
 
 # Options of EngineOptions that a model in memory has decided already.
 OF_LOADING = (
-    "dtype",
-    "device",
-    "adapter",
-    "attn_implementation",
-    "quantization_config",
-    "activations",
-    "weights",
-    "kv_dtype",
+    "dtype", "device", "adapter", "attn_implementation", "quantization_config", "activations", "weights", "kv_dtype",
     "tensor_parallel",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -28,27 +28,13 @@ _STATEFUL = (  # those of transformers that keep something from call to call
     "WhisperNoSpeechDetection",
 )
 _ROW_BY_ROW = {  # those of transformers that treat all rows alike, so that contexts of one length are one call
-    "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor",
-    "TemperatureLogitsWarper",
-    "TopPLogitsWarper",
-    "TopKLogitsWarper",
-    "TopHLogitsWarper",
-    "MinPLogitsWarper",
-    "TypicalLogitsWarper",
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "NoRepeatNGramLogitsProcessor",
-    "SequenceBiasLogitsProcessor",
-    "NoBadWordsLogitsProcessor",
-    "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor",
-    "InfNanRemoveLogitsProcessor",
-    "ExponentialDecayLengthPenalty",
-    "LogitNormalization",
-    "SuppressTokensAtBeginLogitsProcessor",
+    "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "TemperatureLogitsWarper", "TopPLogitsWarper",
+    "TopKLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper",
+    "EtaLogitsWarper", "NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor", "NoBadWordsLogitsProcessor",
+    "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor",
+    "ExponentialDecayLengthPenalty", "LogitNormalization", "SuppressTokensAtBeginLogitsProcessor",
     "SuppressTokensLogitsProcessor",
-}
+}  # fmt: skip
 _WARPERS = {"TopKLogitsWarper": "top_k", "TopPLogitsWarper": "top_p", "MinPLogitsWarper": "min_p"}
 _ORDER = ("repetition_penalty", "min_tokens", "temperature", "top_k", "top_p", "min_p", "")
 

@@ -69,7 +69,6 @@ class Server:
         # a name without a place in a file system is no secret, and may be part of other words
         self._hidden = [name for name in hidden if name != model and {*name} & {"/", "\\", ":"}]
         self.metrics = Metrics(model)
-        self.ended: Callable[[], None] = lambda: None  # what is done when the engine's thread has died
         self.worker = EngineWorker(
             engine,
             self.metrics,
@@ -77,7 +76,6 @@ class Server:
             max_per_client=settings.max_per_key,
             stuck_after=settings.stuck_timeout,
             shown=self.shown,
-            died=self._died,
         )
         self._aside = Aside(_ASIDE_AT_ONCE, "reading")
         self._reading = threading.RLock()  # tokenizers are not made for several threads
@@ -86,9 +84,6 @@ class Server:
         self._making = anyio.CapacityLimiter(1)  # answers that hold log-probabilities of prompts
         self.token_text = TokenText(engine.tokenizer)
         self.created = int(time.time())
-
-    def _died(self) -> None:
-        self.ended()
 
     def shown(self, message: str) -> str:
         """A message without the names that clients do not see."""
@@ -114,14 +109,6 @@ class Server:
             same_bits=not why,
             rounding=self.shown(why),
         )
-
-    def check_model(self, name: str | None) -> None:
-        """Refuse the name of another model.
-
-        Raises:
-            ApiError: with status 404.
-        """
-        refuse_other_model(name, self.model)
 
     @property
     def busy(self) -> bool:
@@ -231,24 +218,20 @@ class Server:
         del given
         if endpoint.lenient and self.settings.reasoning == "none":
             body.thinking_token_budget = None  # these clients send a limit whatever the model is
-        self.check_model(body.model)
+        refuse_other_model(body.model, self.model)
         refuse_stream_options(body)
         client, salt, share_text = self._sharing(request, body)
         self.worker.refuse_without_room(client=client)  # before the work of reading a long prompt
         parsed = await self.parse(request, body)
         job = Job(
-            parsed.prompts,
-            parsed.params,
+            parsed,
             self.settings.request_timeout or math.inf,
-            parsed.prediction,
-            body.stream,
-            body.speculation,
-            client,
-            salt,
-            share_text,
-            parsed.constraint,
-            arrival,
-            parsed.reasoning,
+            streams=body.stream,
+            speculates=body.speculation,
+            client=client,
+            cache_salt=salt,
+            share_text=share_text,
+            arrival=arrival,
         )
         if job.size > self.worker.capacity:
             raise ApiError(
@@ -505,7 +488,7 @@ def _add_completions(app: FastAPI) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str, server: _Served) -> schemas.ModelCard:
         """One of them."""
-        server.check_model(name)
+        refuse_other_model(name, server.model)
         return server.card()
 
 
@@ -524,7 +507,7 @@ def _add_messages(app: FastAPI) -> None:
     async def count_tokens(request: Request, server: _Served) -> TokenCount:
         """The number of tokens of a chat in Anthropic's form."""
         body = await server.body(request, CountBody, lenient=True)
-        server.check_model(body.model)
+        refuse_other_model(body.model, server.model)
         return await server.aside(request, partial(server.count, body), locked=False)  # it takes the lock itself
 
 
@@ -533,14 +516,14 @@ def _add_tokens(app: FastAPI) -> None:
     async def tokenize(request: Request, server: _Served) -> schemas.Tokens:
         """The token ids of a text or a chat."""
         body = await server.body(request, TokenizeBody)
-        server.check_model(body.model)
+        refuse_other_model(body.model, server.model)
         return await server.aside(request, partial(server.tokens, body), locked=False)  # it takes the lock itself
 
     @app.post("/detokenize", openapi_extra=_takes(DetokenizeBody))
     async def detokenize(request: Request, server: _Served) -> schemas.Text:
         """The text of token ids."""
         body = await server.body(request, DetokenizeBody)
-        server.check_model(body.model)
+        refuse_other_model(body.model, server.model)
         return await server.aside(request, partial(server.text, body))
 
 

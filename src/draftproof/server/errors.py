@@ -123,6 +123,17 @@ def too_late(seconds: float) -> ApiError:
     )
 
 
+def endless_template(seconds: float, what: str, param: str) -> ApiError:
+    """The model's chat template did not end."""
+    return ApiError(
+        f"the model's chat template did not end within {seconds:g} s for {what}",
+        status=504,
+        param=param,
+        code="timeout",
+        headers={"x-should-retry": "false"},
+    )
+
+
 def stopping() -> ApiError:
     """The server ends, or its engine did."""
     return ApiError("the server is shutting down", status=503, code="unavailable", headers={"Retry-After": "5"})

@@ -23,7 +23,7 @@ from draftproof.reasoning import Reasoning
 from draftproof.sampling import Constraint, SamplingParams
 from draftproof.server.aside import TimeOver, time_limit
 from draftproof.server.dialects.detection import fitted
-from draftproof.server.errors import ApiError, quoted
+from draftproof.server.errors import ApiError, endless_template, quoted
 from draftproof.server.schemas import (
     Body,
     ChatBody,
@@ -47,22 +47,10 @@ _MOST_SHOWN = 524_288  # entries of what an answer says of prompts: it is made a
 _MOST_LOGPROBS_MADE = 1_048_576  # entries of what an answer says of its own tokens: they come one after the other
 _FIELDS = {field.name for field in fields(SamplingParams)}
 _NO_OPTIONS = {  # of a chat template: arguments of transformers, and what other fields say
-    "messages",
-    "conversation",
-    "tools",
-    "documents",
-    "chat_template",
-    "tokenize",
-    "add_generation_prompt",
-    "continue_final_message",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-}
+    "messages", "conversation", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt",
+    "continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
 _Read = TypeVar("_Read", bound=BaseModel)
 
 
@@ -182,13 +170,7 @@ class RequestParser:
             with self._lock:
                 ids = tuple(prompts.plain(text))
         except TimeOver:
-            raise ApiError(
-                f"the model's chat template did not end within {_TEMPLATE_SECONDS:g} s for these messages",
-                status=504,
-                param="messages",
-                code="timeout",
-                headers={"x-should-retry": "false"},
-            ) from None
+            raise endless_template(_TEMPLATE_SECONDS, "these messages", "messages") from None
         except UserError as error:
             raise ApiError(self._shown(str(error)), param="messages") from error
         self._refuse_tokens(len(ids), "messages")
@@ -306,8 +288,7 @@ class RequestParser:
                 "prediction is not supported by the drafter of this server: its operator can use auto or suffix",
                 param="prediction",
             )
-        text = text_of(given.content)
-        return self.plain(text, "prediction")
+        return self.plain(text_of(given.content), "prediction")
 
     def _params(
         self, body: SamplingFields, max_tokens: int, logprobs: int | None, tools: ToolSet | None = None

@@ -180,7 +180,7 @@ def serve(
     def died() -> None:
         speaks.should_exit = True
 
-    server.ended = died
+    server.worker.died = died
     try:
         speaks.run(sockets=[listener])
         if server.worker.failed:

@@ -21,16 +21,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
-from draftproof.draft import Origin
 from draftproof.engine.loop import DecodingLoop
-from draftproof.engine.request import Request
+from draftproof.engine.request import Chunk, Request
 from draftproof.engine.stats import Stats
 from draftproof.engine.threads import release_team
 from draftproof.errors import ContextError, NoTokenError, RequestError, UserError
-from draftproof.reasoning import Reasoning
-from draftproof.sampling import Constraint, SamplingParams, TokenLogprob
+from draftproof.sampling import TokenLogprob
 from draftproof.server.errors import ApiError, failed, overloaded, stopping, too_late
 from draftproof.server.metrics import Counted, Metrics
+from draftproof.server.parse_request import ParsedRequest
 
 _log = logging.getLogger(__name__)
 _ROUNDS_TRIED = 2  # failures of a round in a row after which requests are given up
@@ -38,37 +37,21 @@ _JOIN = 10.0  # seconds that the thread gets for its last round when the server 
 
 
 @dataclass(frozen=True)
-class Piece:
+class Piece(Chunk):
     """What one round added to one continuation.
 
     Attributes:
         index: of the continuation, over all prompts of the job.
-        text: text that no later token can change.
-        token_ids: tokens.
-        logprobs: of these tokens; empty if not requested.
-        finish_reason: None while it goes on.
+        logprobs: of the tokens; empty if not requested.
         stop_reason: the stop string or token id that ended it.
-        drafted: number of tokens that were drafted in the round.
-        accepted: how many of `token_ids`, from the first on, were drafted.
-        origin: where the drafted tokens came from.
         prompt_logprobs: of the prompt's tokens after the first, in the last piece; empty if not requested.
-        reasoning: text of the model's reasoning, which is not in `text`.
-        reasoning_tokens: how many of `token_ids`, from the first on, belong to the reasoning.
         reused: tokens of the prompt that were taken over from other requests.
     """
 
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
+    index: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: str | None = None
     stop_reason: int | str | None = None
-    drafted: int = 0
-    accepted: int = 0
-    origin: Origin = Origin.DRAFTER
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    reasoning: str = ""
-    reasoning_tokens: int = 0
     reused: int = 0
 
 
@@ -77,34 +60,25 @@ class Job:
     """One HTTP request for completions: its prompts, and the pieces of its answer.
 
     Attributes:
-        prompts: token ids of each.
-        params: of all of them.
+        parsed: what is asked of the engine.
         seconds: it is given up after this time.
-        prediction: token ids that the answer may repeat.
         streams: whether pieces are wanted after each round; else they come when a continuation ends, which spares the
             event loop the work of waking up.
         speculates: whether anything is drafted.
         client: who asks; clients take turns. Empty where clients are not known apart.
-        cache_salt: see `DecodingLoop.add`.
-        share_text: see `DecodingLoop.add`.
-        constraint: the grammar of `params`, compiled.
+        cache_salt, share_text: see `DecodingLoop.add`.
         arrival: when its request came; the deadline counts from there.
-        reasoning: how each continuation begins; None where all of it is the answer.
         ended: nobody waits for it any more.
     """
 
-    prompts: Sequence[Sequence[int]]
-    params: SamplingParams
+    parsed: ParsedRequest
     seconds: float = math.inf
-    prediction: Sequence[int] = ()
     streams: bool = True
     speculates: bool = True
     client: str = ""
     cache_salt: str = ""
     share_text: bool = True
-    constraint: Constraint | None = None
     arrival: float = field(default_factory=time.monotonic)
-    reasoning: Reasoning | None = None
     ended: bool = False
     _pieces: list[Piece] = field(default_factory=list)
     _error: ApiError | None = None
@@ -114,7 +88,7 @@ class Job:
     @property
     def size(self) -> int:
         """Number of its continuations."""
-        return len(self.prompts) * self.params.n
+        return len(self.parsed.prompts) * self.parsed.params.n
 
     @property
     def complete(self) -> bool:
@@ -205,6 +179,8 @@ class EngineWorker:
         max_per_client: continuations that one client may have, waiting ones included; None for no limit of its own.
         stuck_after: seconds of one round after which the thread counts as stuck; 0 is never.
         shown: makes a message of the engine fit for clients.
+
+    Attributes:
         died: called in the event loop's thread if the engine's thread ends by an error.
     """
 
@@ -217,12 +193,11 @@ class EngineWorker:
         max_per_client: int | None = None,
         stuck_after: float = 0.0,
         shown: Callable[[str], str] = str,
-        died: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
         self._shown = shown
-        self._died = died
+        self.died: Callable[[], None] = lambda: None
         self.capacity = engine.max_batch + max_waiting
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._most = max_per_client
@@ -333,7 +308,7 @@ class EngineWorker:
         for job in self._open:
             job.put([], stopping())
         if self.failed:
-            self._died()
+            self.died()
 
     def _hand_over(self, out: dict[Job, tuple[list[Piece], ApiError | None]]) -> None:
         for job, (pieces, error) in out.items():
@@ -412,17 +387,18 @@ class EngineWorker:
     def _begin(self, job: Job) -> None:
         """Hand a job to the engine."""
         made: list[Request] = []
+        asked = job.parsed
         try:
-            for prompt in job.prompts:
+            for prompt in asked.prompts:
                 made += self._engine.add(
                     list(prompt),
-                    job.params,
-                    prediction=job.prediction,
+                    asked.params,
+                    prediction=asked.prediction,
                     speculates=job.speculates,
                     cache_salt=job.cache_salt,
                     share_text=job.share_text,
-                    constraint=job.constraint,
-                    reasoning=job.reasoning,
+                    constraint=asked.constraint,
+                    reasoning=asked.reasoning,
                 )
         except BaseException as error:  # noqa: BLE001 - whatever it is, also a panic of a library, it is this job's
             for request in made:
@@ -431,7 +407,8 @@ class EngineWorker:
             _release(error)
             return
         finally:
-            job.constraint = None  # the engine's rows have it as long as they need it
+            job.parsed = replace(asked, constraint=None)  # the engine's rows have it as long as they need it
+            del asked
         self._jobs[job] = [_Continuation(job, request, index) for index, request in enumerate(made)]
         self._serves(job, len(made))
 
@@ -574,19 +551,12 @@ def pieces_of(request: Request, index: int, reported: int = 0) -> list[Piece]:
         reported += len(logprobs)
         made.append(
             Piece(
-                index,
-                chunk.text,
-                chunk.token_ids,
-                logprobs,
-                chunk.finish_reason,
-                request.cutter.stop_reason if last else None,
-                chunk.drafted,
-                chunk.accepted,
-                chunk.origin,
-                tuple(request.prompt_logprobs) if last else (),
-                chunk.reasoning,
-                chunk.reasoning_tokens,
-                request.reused,
+                **vars(chunk),
+                index=index,
+                logprobs=logprobs,
+                stop_reason=request.cutter.stop_reason if last else None,
+                prompt_logprobs=tuple(request.prompt_logprobs) if last else (),
+                reused=request.reused,
             )
         )
     return made

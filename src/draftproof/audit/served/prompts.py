@@ -1,11 +1,6 @@
-"""Prompts of an audit: short openings of several kinds, or a user's own from a file."""
+"""Prompts of an audit, where the user has none: short openings of several kinds."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
-
-from draftproof.errors import UserError, reason
 
 PROMPTS = (
     "Once upon a time there was a little girl who lived with her mother in a small house near the woods. One day",
@@ -17,22 +12,3 @@ PROMPTS = (
     "The old man looked at the sea for a long time. He was happy, and he was sad, and he said to the boy:",
     "Dear Anna, thank you for your letter. We are all well here, and the garden is full of flowers. I hope",
 )
-
-
-def read_prompts(path: Path | None) -> list[str]:
-    """The prompts of a file: a text a line, or in a .jsonl file objects with a field "prompt"; our own without a file.
-
-    Raises:
-        UserError: a file that cannot be read, or has no prompt.
-    """
-    if path is None:
-        return list(PROMPTS)
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        if path.suffix == ".jsonl":
-            lines = [str(json.loads(line)["prompt"]) for line in lines]
-    except (OSError, ValueError, KeyError, TypeError) as cause:
-        raise UserError(f"cannot read prompts from {path}: {reason(cause)}") from cause
-    if not lines:
-        raise UserError(f"{path} has no prompts: give a text on each line")
-    return lines

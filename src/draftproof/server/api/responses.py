@@ -135,21 +135,13 @@ class _Call(_Item):
     prefix = "fc"
 
     def __init__(self, name: str, call: CallPart, namespace: str | None) -> None:
-        super().__init__(name, call.arguments)
-        self._call_id = str(call.id)
-        self._name = str(call.name)
-        self._namespace = namespace
+        super().__init__(name, self.read(call.arguments))
+        self._called = {"call_id": str(call.id), "name": str(call.name), "namespace": namespace}
 
     @override
-    def shown(self, status: Status) -> OutputCall:
-        return OutputCall(
-            id=self.id,
-            call_id=self._call_id,
-            name=self._name,
-            namespace=self._namespace,
-            arguments="" if status == "in_progress" else self.text,
-            status=status,
-        )
+    def shown(self, status: Status) -> OutputCall | OutputCustomCall:
+        text = "" if status == "in_progress" else self.text
+        return OutputCall.model_validate({**self._called, "id": self.id, "arguments": text, "status": status})
 
     @override
     def more(self, text: str) -> _Event:
@@ -157,10 +149,10 @@ class _Call(_Item):
 
     @override
     def closing(self) -> Iterator[_Event]:
-        yield "function_call_arguments.done", {"name": self._name, "arguments": self.text}
+        yield "function_call_arguments.done", {"name": self._called["name"], "arguments": self.text}
 
 
-class _CustomCall(_Item):
+class _CustomCall(_Call):
     """The call of a custom tool; its text comes as JSON, in an object."""
 
     prefix = "ctc"
@@ -168,21 +160,12 @@ class _CustomCall(_Item):
     def __init__(self, name: str, call: CallPart, namespace: str | None) -> None:
         self._rest = ""
         self._begun = False
-        super().__init__(name, self.read(call.arguments))
-        self._call_id = str(call.id)
-        self._name = str(call.name)
-        self._namespace = namespace
+        super().__init__(name, call, namespace)
 
     @override
     def shown(self, status: Status) -> OutputCustomCall:
-        return OutputCustomCall(
-            id=self.id,
-            call_id=self._call_id,
-            name=self._name,
-            namespace=self._namespace,
-            input="" if status == "in_progress" else self.text,
-            status=status,
-        )
+        text = "" if status == "in_progress" else self.text
+        return OutputCustomCall.model_validate({**self._called, "id": self.id, "input": text, "status": status})
 
     @override
     def read(self, text: str) -> str:
@@ -252,7 +235,7 @@ class ResponseForm(Form):
         for number, call in enumerate(made.calls, place):
             yield self._call(answer, number, call)
 
-    def _call(self, answer: Answer, place: int, call: CallPart) -> _Call | _CustomCall:
+    def _call(self, answer: Answer, place: int, call: CallPart) -> _Call:
         kind = _CustomCall if call.name in self._custom else _Call
         return kind(_name(answer, place), call, self._namespaces.get(str(call.name)))
 

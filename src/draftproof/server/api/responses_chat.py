@@ -11,14 +11,14 @@ from typing import Any
 from draftproof.server.api.responses_schemas import (
     LOGPROBS,
     AllowedTools,
+    CallItem,
+    CallOutputItem,
     ContentPart,
     CustomCallItem,
-    CustomCallOutputItem,
     CustomGrammar,
     CustomTool,
     FlatSchemaFormat,
     FunctionCallItem,
-    FunctionCallOutputItem,
     FunctionTool,
     Item,
     MessageItem,
@@ -98,12 +98,12 @@ def _is_system(item: Item) -> bool:
 def _is_of_model(item: Item) -> bool:
     if isinstance(item, MessageItem):
         return item.role == "assistant"
-    return isinstance(item, FunctionCallItem | CustomCallItem | ReasoningItem)
+    return isinstance(item, CallItem | ReasoningItem)
 
 
 def _of_others(item: Item) -> Message:
     """The message for an item that the model did not write."""
-    if isinstance(item, FunctionCallOutputItem | CustomCallOutputItem):
+    if isinstance(item, CallOutputItem):
         return Message(role="tool", tool_call_id=item.call_id, content=_content(_texts(item.output)))
     assert isinstance(item, MessageItem), "the model wrote all others"
     return Message(role=item.role, content=_content(_texts(item.content)))
@@ -115,7 +115,7 @@ def _of_model(items: Sequence[Item]) -> Message:
     calls = [
         ToolCall(id=each.call_id, function=CalledFunction(name=each.name, arguments=_arguments(each)))
         for each in items
-        if isinstance(each, FunctionCallItem | CustomCallItem)
+        if isinstance(each, CallItem)
     ]
     return Message(
         role="assistant",

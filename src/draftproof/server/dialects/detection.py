@@ -13,7 +13,7 @@ from typing import Any
 
 from draftproof.server.aside import TimeOver, time_limit
 from draftproof.server.dialects.families import DIALECTS, Call, Dialect
-from draftproof.server.errors import ApiError
+from draftproof.server.errors import ApiError, endless_template
 
 _SECONDS = 10.0  # for all renderings; a template may be one that never ends
 _ASKED, _ANSWERED = "asked7301", "answered7301"
@@ -84,13 +84,7 @@ def taught(tokenizer: Any) -> Taught:
             with time_limit(_SECONDS):
                 known[template] = _found(tokenizer, template)
         except TimeOver:
-            raise ApiError(
-                f"the model's chat template did not end within {_SECONDS:g} s for a call of a tool",
-                status=504,
-                param="tools",
-                code="timeout",
-                headers={"x-should-retry": "false"},
-            ) from None
+            raise endless_template(_SECONDS, "a call of a tool", "tools") from None
     return known[template]
 
 
