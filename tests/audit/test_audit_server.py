@@ -12,18 +12,17 @@ from typer.testing import CliRunner
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.audit.served import run as running_audit
-from draftproof.audit.served.checks import NAMES, SCHEMA, checks_for, violations
+from draftproof.audit.served.checks import NAMES, PROMPTS, SCHEMA, checks_for, violations
 from draftproof.audit.served.client import Client, Refused, Reply, key_for
 from draftproof.audit.served.evidence import Evidence, needed_tokens
-from draftproof.audit.served.faults import FAULTS, faulty_engine
 from draftproof.audit.served.kinds import FLOOR, kinds_of, looked_up, ratios, reference
 from draftproof.audit.served.pairs import PairEvidence, audit_pair, words
-from draftproof.audit.served.prompts import PROMPTS
 from draftproof.audit.served.records import Records
 from draftproof.audit.served.report import ServerReport
 from draftproof.audit.served.run import Audit, Finding, Options
 from draftproof.audit.served.scoring import Reference
 from draftproof.cli import app
+from support.faulty_engines import FAULTS, faulty_engine
 from support.serving import running
 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")

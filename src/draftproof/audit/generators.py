@@ -66,7 +66,6 @@ def _filled(model: Any, seed: int, scale: float = 0.3) -> Any:
 
 
 def _causal(kind: str, seed: int, **fields: Any) -> Any:
-    """A random causal language model of a kind."""
     transformers: Any = importlib.import_module("transformers")
     with torch.random.fork_rng():
         config = transformers.AutoConfig.for_model(kind, **{**TINY, **fields})
@@ -209,7 +208,6 @@ def in_words(line: CheckLine) -> str:
 
 
 def _text(subject: Subject, prompt: tuple[int, ...], length: int, **given: Any) -> tuple[int, ...]:
-    """The tokens after a prompt."""
     ids = torch.tensor([prompt])
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": length, "min_new_tokens": length, **given}
     return tuple(subject.generate(ids, **options)[0, len(prompt) :].tolist())

@@ -231,7 +231,6 @@ class Audit:
         self._in_engine = in_engine
 
     def _joint(self, name: str, place: int, chains: int, length: int) -> Float[Tensor, "B K m V"]:
-        """The joint distribution of (draft, path, accepted, token) of a rule on a pair."""
         drafts = all_drafts(self.pairs[place], chains, length)
         if self.rules[name].shared_noise:
             return verdicts_with_shared_noise(self.rules[name].verify, self.pairs[place], drafts)
@@ -242,7 +241,6 @@ class Audit:
         return expected_accepted(self.joint(name, place, chains, length))
 
     def _findings(self, rule: Rule) -> Iterator[tuple[ToyPair, Finding]]:
-        """The results of a rule on every pair and shape."""
         for place, pair in enumerate(self.pairs):
             if rule.rounds and (self._in_engine is None or pair.name in self._in_engine):
                 yield pair, engine_finding(pair, rule.rounds)

@@ -151,7 +151,6 @@ class AnswerFolder:
         return found
 
     def _ids(self) -> set[str]:
-        """The ids of all rows that are here."""
         parts = self.parts()
         key = "custom_id" if "custom_id" in self._names else "id"
         found: set[str] = set()

@@ -105,7 +105,6 @@ class OpenAIRows(RowForm):
 
 
 def _body(kind: type[_Body], given: Any) -> _Body:
-    """A body of a line, an object or its JSON."""
     if isinstance(given, str):
         try:
             given = json.loads(given)

@@ -66,7 +66,6 @@ class Source:
         self._open()
 
     def _open(self) -> None:
-        """Read all ids, and whatever else is the same for all rows."""
         seen: Counter[str] = Counter()
         self.lines = False
         self.integers = True

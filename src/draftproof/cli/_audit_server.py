@@ -48,7 +48,7 @@ def server(
 
     OPENAI_API_KEY is read too, and goes to https://api.openai.com only.
     """
-    from draftproof.audit.served.prompts import PROMPTS
+    from draftproof.audit.served.checks import PROMPTS
     from draftproof.errors import UserError
 
     if (target is None) == (reference_url is None):

@@ -130,7 +130,6 @@ class Conversation:
         yield Answered(request, stopped=not request.finished, note=self._end(request, text))
 
     def _end(self, request: Request, text: str) -> str:
-        """What the user should know about how an answer ended."""
         if not request.finished:
             return "stopped: what is shown is kept" if text else "stopped before the answer began: nothing is kept"
         if request.cutter.finish is not Finish.LENGTH:
@@ -214,7 +213,6 @@ class Conversation:
 
 
 def _message(where: str, found: Any) -> Message:
-    """A message of a file."""
     if not isinstance(found, dict) or found.get("role") not in ROLES:
         shown = found.get("role") if isinstance(found, dict) else found
         raise UserError(f"{where}: expected an object with a role ({', '.join(ROLES)}), got {_short(shown)}")

@@ -149,7 +149,6 @@ def _whole_or_none(text: Any) -> Any:
 
 
 def _shape(text: Any) -> Any:
-    """KxL as a pair of numbers."""
     if not isinstance(text, str):
         return text
     chains, _, length = text.partition("x")
@@ -160,7 +159,6 @@ def _shape(text: Any) -> Any:
 
 
 def _number(text: Any) -> Any:
-    """A number where the text is one, else the text."""
     try:
         return float(text)
     except ValueError:

@@ -14,7 +14,6 @@ from draftproof.profiling.rules import RuleSizes, measure_rules
 
 
 def _with_own_draft(options: dict[str, Any]) -> dict[str, Any]:
-    """The options, with the draft model that an embedded target brings."""
     return {**options, "draft": options["draft"] or default_draft(options["target"], options["drafter"])}
 
 

@@ -80,7 +80,6 @@ def _decode(raw: bytes, where: str) -> str:
 
 
 def _of_json(line: str, where: str) -> str:
-    """The prompt in one line of JSON."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -52,7 +52,6 @@ def run(
 
 
 def _lines(summary: dict[str, Any], indent: str = "") -> list[str]:
-    """One line for each figure; nested figures are indented."""
     made = []
     for name, value in summary.items():
         words = name.replace("_", " ")

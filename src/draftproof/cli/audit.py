@@ -251,7 +251,6 @@ def _worst(lines: Sequence[CheckLine]) -> CheckLine:
 def _conclusion(
     candidate: Candidate, lines: Sequence[CheckLine], alpha: float, tolerance: float, *, passed: bool
 ) -> dict[str, Any]:
-    """The last line of JSON: the verdict on the rule."""
     worst = _worst(lines)
     detectable = [line.detectable for line in lines if line.detectable is not None]
     return {

@@ -146,7 +146,6 @@ def _finish(out: Path, *, as_json: bool, plots: bool) -> None:
 
 
 def _row(one: Summary) -> tuple[str, ...]:
-    """The cells of a method under TERMINAL_HEADS."""
     from draftproof.bench import measures
 
     calls = measures.block_efficiency(one.records).value

@@ -139,7 +139,6 @@ def _train_sprinter(given: dict[str, Any], *, as_json: bool, quiet: bool) -> Non
 
 
 def _run(make: Callable[[HeadJob, Any], dict[str, Any]], given: dict[str, Any], *, as_json: bool, quiet: bool) -> None:
-    """Run the job that the values of all options describe."""
     rest = dict(given)
 
     def taken(*groups: Options) -> dict[str, Any]:

@@ -129,7 +129,6 @@ def _tree(tails: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Token
 
 
 def _chain(backend: Backend, context: Sequence[int], tail: Sequence[int]) -> Score:
-    """A long continuation, read in pieces."""
     session, nodes = backend.open(), list(tail[:-1])
     parts = []
     try:

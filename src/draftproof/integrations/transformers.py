@@ -170,7 +170,6 @@ def _refuse_arguments(model: Any, input_ids: Tensor, given: dict[str, Any], call
 
 
 def _as_dict(model: Any, sequences: Tensor, mask: Tensor | None, steps: int, config: Any, processors: Any) -> Any:
-    """What transformers returns for `return_dict_in_generate`."""
     from transformers.generation import utils
 
     logits = scores = None

@@ -89,12 +89,8 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def allow(self, header: str) -> bool:
-        """Whether an Authorization header has one of the keys; every key is compared."""
-        return self.owner(header) is not None
-
     def owner(self, header: str) -> str | None:
-        """Which of the keys an Authorization header has, in other words than its own; None for none of them."""
+        """Which of the keys an Authorization header has, in other words than its own; every key is compared."""
         scheme, _, given = header.partition(" ")
         digest = sha256(given.strip().encode()).digest()
         found = [hmac.compare_digest(digest, each) for each in self._digests]

@@ -111,7 +111,6 @@ class Connection(H11Protocol):
         self._late = self._slow = None
 
     def _awaits(self) -> bool:
-        """Whether a request is awaited."""
         return self.cycle is None or self.cycle.response_complete
 
     def _watch(self) -> None:

@@ -210,7 +210,6 @@ class RequestParser:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters of the longest token."""
         words: dict[str, int] = getattr(self._engine.tokenizer, "get_vocab", dict)()
         return max((len(str(each)) for each in words), default=1)
 
@@ -280,7 +279,6 @@ class RequestParser:
             raise ApiError(self._shown(str(error)), param="bad_words") from error
 
     def _prediction(self, given: Prediction | None) -> tuple[int, ...]:
-        """The token ids of a prediction."""
         if given is None:
             return ()
         if not self._engine.drafter.reads_predictions:
@@ -293,7 +291,6 @@ class RequestParser:
     def _params(
         self, body: SamplingFields, max_tokens: int, logprobs: int | None, tools: ToolSet | None = None
     ) -> tuple[SamplingParams, Constraint | None]:
-        """The parameters of a body, and their grammar."""
         given: dict[str, Any] = {
             name: value for name in _FIELDS & set(type(body).model_fields) if (value := getattr(body, name)) is not None
         }
@@ -418,7 +415,6 @@ def _grammar(body: SamplingFields, tools: ToolSet | None) -> tuple[str | None, s
 
 
 def _structured(asked: StructuredOutputs) -> str:
-    """The grammar of vLLM's field for it."""
     made, where = [], "structured_outputs"
     if asked.json_ is not None:
         schema = asked.json_
@@ -522,7 +518,6 @@ def _named(param: str) -> str:
 
 
 def _first(*values: int | None) -> int:
-    """The first of these that is given."""
     return next(value for value in values if value is not None)
 
 

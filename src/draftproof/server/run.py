@@ -103,7 +103,6 @@ class _Unhandled:
         self._said = -100.0
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An error that nobody handled."""
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in _NO_DESCRIPTOR):
             loop.default_exception_handler(context)

@@ -318,7 +318,6 @@ class EngineWorker:
 
     @property
     def _rows(self) -> list[_Continuation]:
-        """What is in the engine, in the order in which it came there."""
         return [row for rows in self._jobs.values() for row in rows]
 
     def _run(self) -> None:
@@ -385,7 +384,6 @@ class EngineWorker:
             self._begin(self._queue.next(self._served))
 
     def _begin(self, job: Job) -> None:
-        """Hand a job to the engine."""
         made: list[Request] = []
         asked = job.parsed
         try:
@@ -447,7 +445,6 @@ class EngineWorker:
         self._failures = 0
 
     def _collect(self, row: _Continuation, begin: float, now: float) -> None:
-        """Take what a round made of a continuation."""
         request, job = row.request, row.job
         if row.dropped:  # another continuation of its job failed in this round
             return
@@ -469,7 +466,6 @@ class EngineWorker:
             self._metrics.ended(str(request.cutter.finish), now - job.arrival, request.stats.num_tokens)
 
     def _observe(self, row: _Continuation, begin: float, now: float) -> None:
-        """Count a continuation's round in the metrics."""
         if not row.started:
             row.started = True
             self._metrics.queue_time.observe(begin - row.job.arrival)
@@ -584,5 +580,4 @@ def _release(error: BaseException | None) -> None:
 
 
 def _wanted(job: Job, pieces: Sequence[Piece], error: ApiError | None) -> bool:
-    """Whether a job's handler is woken for these pieces."""
     return job.streams or error is not None or any(piece.finish_reason is not None for piece in pieces)

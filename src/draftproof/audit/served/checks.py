@@ -1,4 +1,4 @@
-"""Checks of a server: the sampling parameters that each asks for, and what must hold for every single answer."""
+"""Checks of a server: prompts, the sampling parameters that each asks for, and what must hold for every answer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ from draftproof.errors import UserError
 from draftproof.sampling import SamplingParams
 
 LONGEST_MINIMUM = 24  # tokens that the check min_tokens asks for
+PROMPTS = (  # where the user has none: short openings of several kinds
+    "Once upon a time there was a little girl who lived with her mother in a small house near the woods. One day",
+    "The recipe is simple. First you need two eggs, a cup of milk, some flour and a little salt. Then you",
+    "Tom had a big red ball. He played with the ball every day in the park with his friend Sam. Then the ball",
+    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return",
+    "The town lies at the mouth of the river. In winter the ships stay in the harbour, and in spring the people",
+    "Question: What is the capital of France?\nAnswer: Paris.\nQuestion: What is the capital of Italy?\nAnswer:",
+    "The old man looked at the sea for a long time. He was happy, and he was sad, and he said to the boy:",
+    "Dear Anna, thank you for your letter. We are all well here, and the garden is full of flowers. I hope",
+)
 GRAMMAR = "[a-z]+( [a-z]+){3,8}"
 SCHEMA = {
     "type": "object",

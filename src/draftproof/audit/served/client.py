@@ -129,7 +129,6 @@ class Client:
         return {"url": self.url, "model": self.model, "owned_by": owner, "version": version, "tokens_by": asked}
 
     async def _probe(self, prompt: Sequence[int], text: str) -> None:
-        """Choose the best way to ask for tokens that the server takes."""
         refusal = ""
         accepted: list[tuple[bool, dict[str, Any]]] = []
         for as_ids in (True, False):
@@ -250,7 +249,6 @@ def _message(answer: httpx.Response) -> str:
 
 
 def _words(value: object) -> str | None:
-    """A value of the server for a report."""
     return None if value is None else printable(str(value)[:200])
 
 
@@ -270,7 +268,6 @@ def key_for(url: str, name: str = KEY_NAME) -> str | None:
 
 
 def _tokens(choice: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The sampled token ids of a choice, if it has them."""
     ids = choice.get("token_ids")
     if isinstance(ids, list) and all(isinstance(each, int) for each in ids):
         return tuple(ids)

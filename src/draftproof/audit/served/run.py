@@ -266,7 +266,6 @@ class Audit:
         kinds: Mapping[str, Any],
         tie: float,
     ) -> None:
-        """Score some answers."""
         known = [(number, reply, self._sampled(reply)) for number, reply in zip(numbers, replies, strict=True)]
         finding.left_out += sum(tokens is None for _, _, tokens in known)
         whole = [(number, reply, tokens) for number, reply, tokens in known if tokens]

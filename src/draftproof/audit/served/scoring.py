@@ -107,7 +107,6 @@ class Reference:
 def _rows(
     backend: Backend, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> list[Float[Tensor, "tokens vocab"]]:
-    """The logits in the context of each sampled token."""
     sessions = [backend.open() for _ in prompts]
     try:
         feeds = [

@@ -167,7 +167,6 @@ class _Pool:
         self._tasks[worker.load.remote(self._engine, self._options)] = worker, None
 
     def _give(self, worker: Any) -> None:
-        """Give a free worker the next piece."""
         piece = self._again.popleft() if self._again else next(self._pieces, None)
         if piece is None:
             self._idle.append(worker)

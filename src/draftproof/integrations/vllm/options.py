@@ -59,7 +59,6 @@ class Options:
 
 
 def _check(name: str, value: object) -> None:
-    """Refuse an invalid value."""
     allowed = {"rule": RULES, "drafter": DRAFTERS}.get(name)
     if allowed is not None and value not in allowed and (name != "rule" or value is not None):
         raise UserError(f"{_SECTION}: {name}: expected one of {', '.join(allowed)}, got {value!r}")

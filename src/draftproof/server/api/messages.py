@@ -160,7 +160,6 @@ class MessagesForm(Form):
         yield _event("content_block_delta", index=self._blocks - 1, delta=delta)
 
     def _close(self) -> Iterator[bytes]:
-        """End the open block."""
         if self._open is None:
             return
         if self._open == "thinking":
@@ -175,7 +174,6 @@ def _event(name: str, **content: Any) -> bytes:
 
 
 def _message(answer: Answer, content: list[AnswerThinking | AnswerText | AnswerToolUse]) -> MessagesAnswer:
-    """The message as far as it has come."""
     each, used = answer.continuations[0], answer.usage
     reasons = answer.parsed.reasoning is not None
     return MessagesAnswer(

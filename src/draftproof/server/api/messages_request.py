@@ -243,7 +243,6 @@ def _refuse_others(blocks: Sequence[Block], legal: Sequence[str], where: str) ->
 
 
 def _assistant_fields(blocks: Sequence[MessagesPart]) -> dict[str, Any]:
-    """What a message of the assistant has besides its text."""
     thoughts = [each.thinking for each in blocks if isinstance(each, ThinkingBlock)]
     calls = [
         {

@@ -56,7 +56,6 @@ class OpenAIForm(Form):
         return json_event(error.body())
 
     def _event(self, answer: Answer, choices: Sequence[dict[str, Any]], usage: Usage | None = None) -> bytes:
-        """A chunk as a server-sent event."""
         chunk: dict[str, Any] = {
             "id": answer.id,
             "object": self.object,

@@ -223,7 +223,6 @@ class ResponseForm(Form):
         return self._ended(answer, [*ended, last.shown(_status(answer))])
 
     def _items(self, answer: Answer) -> Iterator[_Item]:
-        """The items of a whole answer."""
         made = answer.continuations[0]
         place = 0
         if made.reasoning:
@@ -282,7 +281,6 @@ class ResponseForm(Form):
 
     @property
     def _next(self) -> int:
-        """The place of the next item."""
         return len(self._done) + (self._open is not None)
 
     def _begin(self, item: _Item) -> Iterator[_Event]:
@@ -308,7 +306,6 @@ class ResponseForm(Form):
             yield self._of_item(*self._open.more(text))
 
     def _end(self, status: Status) -> Iterator[_Event]:
-        """End the item that is open, if there is one."""
         item = self._open
         if item is None:
             return
@@ -325,7 +322,6 @@ class ResponseForm(Form):
         return kind, {"item_id": self._open.id, "output_index": len(self._done), **facts}
 
     def _sent(self, events: Sequence[_Event]) -> bytes:
-        """Events as bytes, numbered."""
         made = []
         for kind, facts in events:
             name = f"response.{kind}"
@@ -368,12 +364,10 @@ class ResponseForm(Form):
 
 
 def _name(answer: Answer, place: int) -> str:
-    """What the id of an item ends with."""
     return f"{answer.id.removeprefix(RESPONSES.prefix)}_{place}"
 
 
 def _status(answer: Answer) -> Status:
-    """How an answer has ended."""
     return "incomplete" if answer.continuations[0].finish_reason == "length" else "completed"
 
 
@@ -408,7 +402,6 @@ def _repeated_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _own(tool: FunctionTool | CustomTool | NamespaceTool) -> dict[str, Any]:
-    """What one kind of tools has."""
     if isinstance(tool, NamespaceTool):
         return {"tools": _repeated_tools(tool.tools)}
     if isinstance(tool, CustomTool):

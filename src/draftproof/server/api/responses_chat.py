@@ -130,7 +130,6 @@ def _arguments(call: FunctionCallItem | CustomCallItem) -> str:
 
 
 def _texts_of(items: Sequence[Item]) -> list[str]:
-    """The texts of the messages among some items."""
     return [text for each in items if isinstance(each, MessageItem) for text in _texts(each.content)]
 
 
@@ -139,7 +138,6 @@ def _texts(content: str | Sequence[ContentPart]) -> list[str]:
 
 
 def _content(texts: Sequence[str]) -> str | list[TextPart]:
-    """Texts as the content of a message."""
     return "".join(texts) if len(texts) < 2 else [TextPart(type="text", text=text) for text in texts]
 
 

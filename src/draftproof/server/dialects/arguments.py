@@ -117,7 +117,6 @@ class TaggedArguments(Arguments):
         return TaggedReader(self._tags, lambda label: (label, kinds(found.get(label, {}), parameters)))
 
     def _member(self, grammar: Grammar, member: Member, root: Schema) -> str:
-        """Terms for an argument."""
         return f"{self._head(grammar, member, text=False)} {self._value(grammar, member.schema, root)}"
 
     def _head(self, grammar: Grammar, member: Member, *, text: bool) -> str:
@@ -227,7 +226,6 @@ class LiteralArguments(Arguments):
         return LiteralReader(self._notation, self._end)
 
     def _shown(self, value: Any) -> str:
-        """A value as text."""
         comma = self._notation.comma
         if isinstance(value, str):
             return _between(self._notation.quotes[0], value) or ""
@@ -245,7 +243,6 @@ class LiteralArguments(Arguments):
         return sorted(given.items(), key=lambda each: each[0].lower()) if self._by_name else [*given.items()]
 
     def _named(self, name: str) -> str:
-        """A name in an object."""
         return _json(name) if self._notation.quoted_names else name
 
     def _members(self, grammar: Grammar, found: Sequence[Member], root: Schema, *, inner: bool) -> str:
@@ -285,7 +282,6 @@ class LiteralArguments(Arguments):
         return grammar.recursive(f"{key} {_json(definitions(root))}" if '"$ref"' in key else key, body)
 
     def _kind(self, grammar: Grammar, given: Alternative, kind: str, root: Schema) -> list[str]:
-        """Terms for values of one kind."""
         named = given.choices
         if kind == "string":
             return self._strings(grammar, given)
@@ -319,7 +315,6 @@ class LiteralArguments(Arguments):
         return made
 
     def _array(self, grammar: Grammar, given: Alternative, root: Schema) -> str:
-        """Terms for an array."""
         for key in _UNREADABLE_ARRAY:
             if any(part.get(key) for part in given.parts):
                 raise unwritable(key)
@@ -336,7 +331,6 @@ class LiteralArguments(Arguments):
         return f'"[" {inner} "]"'
 
     def _object(self, grammar: Grammar, given: Alternative, root: Schema) -> str:
-        """Terms for an object."""
         found = members(given, root)
         if found:
             return f'"{{" {self._members(grammar, found, root, inner=True)} "}}"'

@@ -170,7 +170,6 @@ class _Ids:
         self._numbers: Iterator[int] = itertools.count()
 
     def of(self, call_id: str, name: str) -> str:
-        """The id of a call."""
         self._names[call_id] = name
         made = call_id
         if self._kind == "numbered":

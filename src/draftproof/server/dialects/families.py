@@ -71,12 +71,12 @@ class Dialect:
 
     name: str
     models: str
-    marker: str
+    marker: str = ""
     opening: str = ""
-    head: str
-    middle: str
-    arguments: Arguments
-    tail: str
+    head: str = ""
+    middle: str = ""
+    arguments: Arguments = JsonArguments()  # noqa: RUF009 - it has no state
+    tail: str = ""
     between: str = ""
     closing: str = ""
     plain: str = ""
@@ -124,7 +124,6 @@ class Dialect:
         return re.compile(f"{self._pattern(before + self.head)}({_NAME}){self._pattern(self.middle)}{after}")
 
     def _call(self, grammar: Grammar, function: Signature) -> str:
-        """The rule for a call of a function."""
         head = self._text(grammar, f"{self.head}{function.name}{self.middle}")
         dumped(function.parameters)  # refuses what is no JSON
         if isinstance(function, FreeSignature):
@@ -134,18 +133,15 @@ class Dialect:
         return grammar.rule(f"{head} {inner} {self._text(grammar, self.tail)}")
 
     def _text(self, grammar: Grammar, text: str) -> str:
-        """Terms for a fixed text."""
         before, found, after = text.partition(_ID)
         if not found:
             return grammar.text(text)
         return f"{grammar.text(before)} {grammar.terminal(f'/{_IDS[self.ids]}/')} {grammar.text(after)}"
 
     def _pattern(self, text: str) -> str:
-        """A pattern for a fixed text."""
         return _IDS[self.ids].join(map(re.escape, text.split(_ID)))
 
 
-_JSON = JsonArguments()
 _PYTHON = Notation(('"', "'"), "=", ": ", ", ", quoted_names=True, words=True)
 _OLMO = Notation(('"', "'"), "=", ": ", ", ", quoted_names=True, words=False)
 _GEMMA = Notation(('<|"|>',), ":", ":", ",", quoted_names=False, words=False)
@@ -169,7 +165,6 @@ DIALECTS = {
             name="glm",
             models="GLM-4.5, 4.6",
             marker="<tool_call>",
-            head="",
             middle="\n",
             arguments=TaggedArguments("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
             tail="</tool_call>",
@@ -180,8 +175,6 @@ DIALECTS = {
             name="glm-compact",
             models="GLM-4.7, 5",
             marker="<tool_call>",
-            head="",
-            middle="",
             arguments=TaggedArguments("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
             tail="</tool_call>",
             between="<tool_call>",
@@ -205,7 +198,6 @@ DIALECTS = {
             marker="<tool_call>",
             head='\n{"name": "',
             middle='", "arguments": ',
-            arguments=_JSON,
             tail="}\n</tool_call>",
             between="\n<tool_call>",
             signs=("<tool_call>",),
@@ -216,7 +208,6 @@ DIALECTS = {
             marker="<tool_call>",
             head='{"name": "',
             middle='", "arguments": ',
-            arguments=_JSON,
             tail="}</tool_call>",
             between="\n<tool_call>",
             signs=("<tool_call>{",),
@@ -225,10 +216,7 @@ DIALECTS = {
             name="mistral-args",
             models="Devstral, Magistral, Ministral 3",
             marker="[TOOL_CALLS]",
-            head="",
             middle="[ARGS]",
-            arguments=_JSON,
-            tail="",
             between="[TOOL_CALLS]",
             ids="short",
             signs=("[TOOL_CALLS]", "[ARGS]"),
@@ -237,10 +225,7 @@ DIALECTS = {
             name="mistral-id",
             models="Mistral Small 3.2",
             marker="[TOOL_CALLS]",
-            head="",
             middle="[CALL_ID]{id}[ARGS]",
-            arguments=_JSON,
-            tail="",
             between="[TOOL_CALLS]",
             ids="short",
             signs=("[TOOL_CALLS]", "[CALL_ID]"),
@@ -249,10 +234,6 @@ DIALECTS = {
             name="mistral-name",
             models="Mistral models whose template writes the name right before the arguments",
             marker="[TOOL_CALLS]",
-            head="",
-            middle="",
-            arguments=_JSON,
-            tail="",
             between="[TOOL_CALLS]",
             ids="short",
         ),
@@ -263,7 +244,6 @@ DIALECTS = {
             opening=" [",
             head='{"name": "',
             middle='", "arguments": ',
-            arguments=_JSON,
             tail=', "id": "{id}"}',
             between=", ",
             closing="]",
@@ -277,7 +257,6 @@ DIALECTS = {
             opening="[",
             head='{"name": "',
             middle='", "arguments": ',
-            arguments=_JSON,
             tail=', "id": "{id}"}',
             between=", ",
             closing="]",
@@ -290,7 +269,6 @@ DIALECTS = {
             marker="<｜tool▁calls▁begin｜>",
             head="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
             middle="\n```json\n",
-            arguments=_JSON,
             tail="\n```<｜tool▁call▁end｜>",
             between="\n",
             closing="<｜tool▁calls▁end｜>",
@@ -302,7 +280,6 @@ DIALECTS = {
             marker="<｜tool▁calls▁begin｜>",
             head="<｜tool▁call▁begin｜>",
             middle="<｜tool▁sep｜>",
-            arguments=_JSON,
             tail="<｜tool▁call▁end｜>",
             closing="<｜tool▁calls▁end｜>",
             signs=("<｜tool▁calls▁begin｜>",),
@@ -333,7 +310,6 @@ DIALECTS = {
             marker="<|tool_calls_section_begin|>",
             head="<|tool_call_begin|>functions.",
             middle=":{id}<|tool_call_argument_begin|>",
-            arguments=_JSON,
             tail="<|tool_call_end|>",
             closing="<|tool_calls_section_end|>",
             ids="numbered",
@@ -343,10 +319,7 @@ DIALECTS = {
             name="harmony",
             models="gpt-oss",
             marker="<|channel|>commentary to=functions.",
-            head="",
             middle=" <|constrain|>json<|message|>",
-            arguments=_JSON,
-            tail="",
             plain="<|channel|>final<|message|>",
             earlier=(" to=functions.", "<|channel|>commentary json<|message|>"),
             parallel=False,
@@ -379,7 +352,6 @@ DIALECTS = {
             models="LFM2, LFM2.5",
             marker="<|tool_call_start|>",
             opening="[",
-            head="",
             middle="(",
             arguments=LiteralArguments(_PYTHON, ")"),
             tail=")",
@@ -391,7 +363,6 @@ DIALECTS = {
             name="olmo",
             models="OLMo 3",
             marker="<function_calls>",
-            head="",
             middle="(",
             arguments=LiteralArguments(_OLMO, ")"),
             tail=")",
@@ -404,7 +375,6 @@ DIALECTS = {
             models="OLMo 3 with a template that puts the tags on lines of their own",
             marker="<function_calls>",
             opening="\n",
-            head="",
             middle="(",
             arguments=LiteralArguments(_OLMO, ")"),
             tail=")",
@@ -417,7 +387,6 @@ DIALECTS = {
             models="Llama 4 with tags",
             marker="<|python_start|>",
             opening="[",
-            head="",
             middle="(",
             arguments=LiteralArguments(_PYTHON, ")"),
             tail=")",
@@ -428,9 +397,7 @@ DIALECTS = {
         Dialect(
             name="pythonic",
             models="Llama 3.2 and 4 with a template for Python's calls",
-            marker="",
             opening="[",
-            head="",
             middle="(",
             arguments=LiteralArguments(_PYTHON, ")"),
             tail=")",
@@ -441,10 +408,8 @@ DIALECTS = {
         Dialect(
             name="llama",
             models="Llama 3.1, 3.2, 3.3",
-            marker="",
             head='{"name": "',
             middle='", "parameters": ',
-            arguments=_JSON,
             tail="}",
             parallel=False,
             signs=('"parameters": dictionary',),

@@ -261,7 +261,6 @@ def _values(part: Schema, key: str) -> Sequence[Any]:
 
 
 def _kinds_fit(value: Any) -> Iterator[str]:
-    """The kinds that a value is of."""
     if value is None:
         yield "null"
     elif isinstance(value, bool):

@@ -159,7 +159,6 @@ class TaggedReader(Reader):
         return self._emit('"' if self._read == self._text else "", 0)
 
     def _value(self) -> bool:
-        """A value in JSON."""
         size = self._scanner.take(self.rest)
         self._emit(self.rest[:size], size)
         if self._scanner.done:
@@ -177,7 +176,6 @@ class TaggedReader(Reader):
         return bool(found)
 
     def _end(self) -> bool:
-        """What stands after a value."""
         if len(self.rest) < len(self._tags.after):
             return False
         self._read = self._begin
@@ -236,7 +234,6 @@ class LiteralReader(Reader):
         return bool(letter)
 
     def _name(self) -> bool:
-        """The name before a value."""
         inner = len(self._closers) > 1
         if inner and self._notation.quoted_names:
             found = _QUOTED_NAME.match(self.rest)
