@@ -34,10 +34,7 @@ forward = measurement(
     measure_forward,
     "Measure the time of a forward pass over chains of new tokens, tries and prompts, on several backends.",
     defaults={"target": models.DEFAULT_TARGET},
-    texts={
-        "draft": "A draft model that draws the tries.",
-        "temperature": "Temperature of the draws of the tries.",
-    },
+    texts={"draft": "A draft model that draws the tries.", "temperature": "Temperature of the draws of the tries."},
 )
 rules = measurement(
     RuleSizes,

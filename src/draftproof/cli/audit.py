@@ -30,11 +30,7 @@ class Audits(TyperGroup):
         return super().resolve_command(ctx, args if named else ["check", *args])
 
 
-app = typer.Typer(
-    cls=Audits,
-    add_completion=False,
-    no_args_is_help=True,
-)
+app = typer.Typer(cls=Audits, add_completion=False, no_args_is_help=True)
 app.command()(_audit_server.server)
 _log = logging.getLogger(__name__)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on each line.")]

@@ -67,8 +67,7 @@ def run_(
     ] = None,
     options: Any,
     n: Annotated[
-        list[int] | None,
-        typer.Option("--n", help="Draft length: short for --stopper fixed:N.", rich_help_panel=_LISTS),
+        list[int] | None, typer.Option("--n", help="Draft length: short for --stopper fixed:N.", rich_help_panel=_LISTS)
     ] = None,
     device: Device = None,
     trust_remote_code: Annotated[

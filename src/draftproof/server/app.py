@@ -461,21 +461,13 @@ def _add_completions(app: FastAPI) -> None:
         return await server.answer(request, COMPLETIONS)
 
     @app.post(
-        "/v1/chat/completions",
-        response_model=schemas.ChatAnswer,
-        responses=_STREAMED,
-        openapi_extra=_takes(ChatBody),
+        "/v1/chat/completions", response_model=schemas.ChatAnswer, responses=_STREAMED, openapi_extra=_takes(ChatBody)
     )
     async def chat(request: Request, server: _Served) -> Any:
         """Answer a chat."""
         return await server.answer(request, CHAT)
 
-    @app.post(
-        "/v1/responses",
-        response_model=ResponsesAnswer,
-        responses=_STREAMED,
-        openapi_extra=_takes(ResponsesBody),
-    )
+    @app.post("/v1/responses", response_model=ResponsesAnswer, responses=_STREAMED, openapi_extra=_takes(ResponsesBody))
     async def responses(request: Request, server: _Served) -> Any:
         """Answer a chat in the form of OpenAI's newer API; nothing is stored."""
         return await server.answer(request, RESPONSES)

@@ -90,11 +90,7 @@ class RequestParser:
     """
 
     def __init__(
-        self,
-        engine: DecodingLoop,
-        settings: Settings,
-        shown: Callable[[str], str],
-        lock: AbstractContextManager[Any],
+        self, engine: DecodingLoop, settings: Settings, shown: Callable[[str], str], lock: AbstractContextManager[Any]
     ) -> None:
         self._engine = engine
         self._settings = settings
@@ -350,10 +346,7 @@ def refuse_other_model(name: str | None, served: str) -> None:
     """Refuse the name of another model, with status 404."""
     if name not in (None, served):
         raise ApiError(
-            f"expected model {served!r}, got {quoted(name)}",
-            status=404,
-            param="model",
-            code="model_not_found",
+            f"expected model {served!r}, got {quoted(name)}", status=404, param="model", code="model_not_found"
         )
 
 

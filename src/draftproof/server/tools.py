@@ -84,11 +84,7 @@ class ToolSet:
         if marker in self.specials:
             text = grammar.terminal(f"/{ANY_TEXT}/ & ~/{ANY_TEXT}{regex_of(marker)}{ANY_TEXT}/")
             return [f"start: {text} | {text} {grammar.text(marker)} {calls}"]
-        return [
-            f"start: TEXT | before {calls}",
-            f"before[lazy]: TEXT {grammar.text(marker)}",
-            f"TEXT: /{ANY_TEXT}/",
-        ]
+        return [f"start: TEXT | before {calls}", f"before[lazy]: TEXT {grammar.text(marker)}", f"TEXT: /{ANY_TEXT}/"]
 
     def form(self, *, formed: bool) -> str:
         """A pattern of what an answer's form begins with; the empty one where all of the answer has a form.

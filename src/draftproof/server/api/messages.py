@@ -127,9 +127,7 @@ class MessagesForm(Form):
         message = _message(answer, [])
         delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
         usage = message.usage.model_dump(exclude_none=True)
-        return b"".join(
-            [*self._close(), _event("message_delta", delta=delta, usage=usage), _event("message_stop")],
-        )
+        return b"".join([*self._close(), _event("message_delta", delta=delta, usage=usage), _event("message_stop")])
 
     @override
     def failure(self, answer: Answer, error: ApiError) -> bytes:

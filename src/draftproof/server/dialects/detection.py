@@ -124,11 +124,7 @@ def _rendered(tokenizer: Any, call_id: str, arguments: Mapping[str, Any], *, as_
     function = {"name": _NAME, "arguments": json.dumps(arguments) if as_text else arguments}
     messages = [
         {"role": "user", "content": _ASKED},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": call_id, "type": "function", "function": function}],
-        },
+        {"role": "assistant", "content": "", "tool_calls": [{"id": call_id, "type": "function", "function": function}]},
         {"role": "tool", "content": _ANSWERED, "tool_call_id": call_id, "name": _NAME},
     ]
     try:
