@@ -21,21 +21,10 @@ from draftproof.grammar import MOST_CHARACTERS
 from draftproof.grammar_check import BusyError
 from draftproof.reasoning import Reasoning
 from draftproof.sampling import Constraint, SamplingParams
+from draftproof.server import schemas
 from draftproof.server.aside import TimeOver, time_limit
 from draftproof.server.dialects.detection import fitted
 from draftproof.server.errors import ApiError, endless_template, quoted
-from draftproof.server.schemas import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    Message,
-    Prediction,
-    SamplingFields,
-    SchemaFormat,
-    StructuredOutputs,
-    TextFormat,
-    TextPart,
-)
 from draftproof.server.settings import Settings
 from draftproof.server.tools import ToolParams, ToolSet, template_calls, template_tools, tool_set
 
@@ -97,14 +86,14 @@ class RequestParser:
         self._shown = shown
         self._lock = lock
 
-    def parse(self, body: SamplingFields) -> ParsedRequest:
+    def parse(self, body: schemas.SamplingFields) -> ParsedRequest:
         """Parse a request for completions; ApiError where a value cannot be used, with the name of the field."""
-        if isinstance(body, ChatBody):
+        if isinstance(body, schemas.ChatBody):
             return self.chat(body)
-        assert isinstance(body, CompletionBody), "the other one of two kinds"
+        assert isinstance(body, schemas.CompletionBody), "the other one of two kinds"
         return self.completion(body)
 
-    def completion(self, body: CompletionBody) -> ParsedRequest:
+    def completion(self, body: schemas.CompletionBody) -> ParsedRequest:
         """Parse a request to /v1/completions."""
         params, constraint = self._params(body, _first(body.max_tokens, _COMPLETION_TOKENS), body.logprobs)
         if body.echo and body.logprobs is not None:
@@ -118,7 +107,7 @@ class RequestParser:
         prediction = self._prediction(body.prediction)
         return ParsedRequest(prompts, texts, params, prediction, words=self._words(params), constraint=constraint)
 
-    def chat(self, body: ChatBody) -> ParsedRequest:
+    def chat(self, body: schemas.ChatBody) -> ParsedRequest:
         """Parse a request to /v1/chat/completions."""
         if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
             raise ApiError(
@@ -140,18 +129,18 @@ class RequestParser:
             reasoning = replace(reasoning, markers=replace(reasoning.markers, answer=()))
         return ParsedRequest((ids,), (None,), params, prediction, tools, self._words(params), constraint, reasoning)
 
-    def size(self, body: ChatBody) -> int:
+    def size(self, body: schemas.ChatBody) -> int:
         """The number of tokens of a chat's prompt, for which no grammar is compiled."""
         return len(self._chat_ids(body, tool_set(body, self._engine.tokenizer, self._settings.tool_format)))
 
-    def _chat_ids(self, body: ChatBody, tools: ToolSet | None) -> tuple[int, ...]:
+    def _chat_ids(self, body: schemas.ChatBody, tools: ToolSet | None) -> tuple[int, ...]:
         """The token ids of a chat's prompt; tools that cannot be called are not shown."""
         shown = template_tools([each.function for each in body.tools or ()] if tools else ())
         return self.chat_prompt(body.messages, shown, _template_options(body))[1]
 
     def chat_prompt(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[schemas.Message],
         tools: Sequence[dict[str, Any]],
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[str, tuple[int, ...]]:
@@ -229,7 +218,7 @@ class RequestParser:
             )
 
     def _refuse_large(
-        self, body: SamplingFields, params: SamplingParams, prompts: Sequence[Sequence[int]], shown: int
+        self, body: schemas.SamplingFields, params: SamplingParams, prompts: Sequence[Sequence[int]], shown: int
     ) -> None:
         """Refuse what makes an answer that takes much more memory than its text, before it is made.
 
@@ -239,7 +228,7 @@ class RequestParser:
         for name, each in (
             ("prompt_logprobs", 0 if top is None else top + 1),
             ("return_token_ids", int(body.return_token_ids)),
-            ("echo", int(isinstance(body, CompletionBody) and body.echo)),
+            ("echo", int(isinstance(body, schemas.CompletionBody) and body.echo)),
         ):
             if shown * each > _MOST_SHOWN:
                 least = f" and {name} {top}" if name == "prompt_logprobs" else ""
@@ -274,7 +263,7 @@ class RequestParser:
         except UserError as error:
             raise ApiError(self._shown(str(error)), param="bad_words") from error
 
-    def _prediction(self, given: Prediction | None) -> tuple[int, ...]:
+    def _prediction(self, given: schemas.Prediction | None) -> tuple[int, ...]:
         if given is None:
             return ()
         if not self._engine.drafter.reads_predictions:
@@ -285,7 +274,7 @@ class RequestParser:
         return self.plain(text_of(given.content), "prediction")
 
     def _params(
-        self, body: SamplingFields, max_tokens: int, logprobs: int | None, tools: ToolSet | None = None
+        self, body: schemas.SamplingFields, max_tokens: int, logprobs: int | None, tools: ToolSet | None = None
     ) -> tuple[SamplingParams, Constraint | None]:
         given: dict[str, Any] = {
             name: value for name in _FIELDS & set(type(body).model_fields) if (value := getattr(body, name)) is not None
@@ -297,7 +286,7 @@ class RequestParser:
                 "--reasoning",
                 param="thinking_token_budget",
             )
-        if isinstance(body, ChatBody) and self._settings.reasoning_budget is not None:
+        if isinstance(body, schemas.ChatBody) and self._settings.reasoning_budget is not None:
             given.setdefault("thinking_token_budget", self._settings.reasoning_budget)
         if tools is not None and tools.specials:
             given["skip_special_tokens"] = False  # the marker of a call is one
@@ -308,13 +297,13 @@ class RequestParser:
         constraint = self._constraint(given, grammar, param)
         try:
             params = replace(self._engine.default_params, **given)
-            formed = not isinstance(body.response_format, TextFormat | None)
+            formed = not isinstance(body.response_format, schemas.TextFormat | None)
             return (params if tools is None else ToolParams.of(params, tools.form(formed=formed))), constraint
         except UserError as error:
             name = str(error).partition(":")[0]  # of a field, in messages of SamplingParams
             raise ApiError(str(error), param=name if name in _FIELDS else None) from error
 
-    def _check_sizes(self, body: SamplingFields, logprobs: int | None, param: str, grammar: str) -> None:
+    def _check_sizes(self, body: schemas.SamplingFields, logprobs: int | None, param: str, grammar: str) -> None:
         """Refuse numbers and texts beyond the limits; `param` is the field that the grammar comes from."""
         for name, count in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
             if count is not None:
@@ -350,7 +339,7 @@ def refuse_other_model(name: str | None, served: str) -> None:
         )
 
 
-def refuse_stream_options(body: SamplingFields) -> None:
+def refuse_stream_options(body: schemas.SamplingFields) -> None:
     """Refuse options of streams where the answer is none."""
     for option in ("stream_options", "return_drafts"):
         if getattr(body, option) and not body.stream:
@@ -371,7 +360,7 @@ def validated(kind: type[_Read], given: Any, *, lenient: bool = False) -> _Read:
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """What is wrong with a body, by pydantic's errors, without what the client sent."""
     first = next((each for each in errors if not each["type"].endswith("_type")), errors[0])  # of a union's branches
-    fields = _field_names(Body)
+    fields = _field_names(schemas.Body)
     names = [str(each) for each in first["loc"][1:] if isinstance(each, int) or each in fields]
     param = ".".join(name for name, _ in itertools.groupby(names)) or None  # the kind of a form stands there too
     if first["type"] == "extra_forbidden":
@@ -386,28 +375,28 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     return ApiError(message, param=param)
 
 
-def _field_names(kind: type[Body]) -> set[str]:
+def _field_names(kind: type[schemas.Body]) -> set[str]:
     """Names of the fields of a kind of bodies and of those made from it, as errors may show them."""
     return set(kind.model_fields).union(*map(_field_names, kind.__subclasses__()))
 
 
-def _grammar(body: SamplingFields, tools: ToolSet | None) -> tuple[str | None, str]:
+def _grammar(body: schemas.SamplingFields, tools: ToolSet | None) -> tuple[str | None, str]:
     """The grammar that a body asks for, as SamplingParams take it, and the field that it comes from."""
-    wanted = None if isinstance(body.response_format, TextFormat) else body.response_format
+    wanted = None if isinstance(body.response_format, schemas.TextFormat) else body.response_format
     if body.structured_outputs is not None:
         for name, other in (("tools", tools), ("response_format", wanted)):
             if other is not None:
                 raise ApiError(f"{name} and structured_outputs exclude each other", param="structured_outputs")
         return _structured(body.structured_outputs), "structured_outputs"
-    schema = wanted.json_schema.schema_ if isinstance(wanted, SchemaFormat) else {"type": "object"}
+    schema = wanted.json_schema.schema_ if isinstance(wanted, schemas.SchemaFormat) else {"type": "object"}
     if tools is not None:
         return f"lark:{tools.grammar(None if wanted is None else schema)}", "tools"
-    if isinstance(wanted, SchemaFormat):
+    if isinstance(wanted, schemas.SchemaFormat):
         return f"json_schema:{as_json(schema, 'response_format')}", "response_format"
     return (None if wanted is None else "json_object"), "response_format"
 
 
-def _structured(asked: StructuredOutputs) -> str:
+def _structured(asked: schemas.StructuredOutputs) -> str:
     made, where = [], "structured_outputs"
     if asked.json_ is not None:
         schema = asked.json_
@@ -442,7 +431,7 @@ def _json_text(text: str) -> str:
     return text
 
 
-def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def messages_of(messages: Sequence[schemas.Message]) -> list[dict[str, Any]]:
     """Messages as chat templates take them; OpenAI's developer messages are what others call system messages."""
     made = []
     for each in messages:
@@ -462,7 +451,7 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return made
 
 
-def _template_options(body: ChatBody) -> dict[str, Any]:
+def _template_options(body: schemas.ChatBody) -> dict[str, Any]:
     """Options of the chat template: those given, and what an effort means where they do not say it."""
     given = dict(body.chat_template_kwargs or {})
     if own := sorted(_NO_OPTIONS & given.keys()):
@@ -476,7 +465,7 @@ def _template_options(body: ChatBody) -> dict[str, Any]:
     return {"reasoning_effort": body.reasoning_effort, "enable_thinking": reasons, "thinking": reasons} | given
 
 
-def text_of(content: str | Sequence[TextPart]) -> str:
+def text_of(content: str | Sequence[schemas.TextPart]) -> str:
     """A text, or the texts of its parts, a line each."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 

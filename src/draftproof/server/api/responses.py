@@ -15,36 +15,12 @@ from pydantic_core import PydanticSerializationError
 from typing_extensions import override
 
 from draftproof.sampling import TokenLogprob
+from draftproof.server.api import responses_schemas as schemas
 from draftproof.server.api.answer import Answer, Parts
 from draftproof.server.api.chat import chat_logprobs
 from draftproof.server.api.form import Endpoint, Form
 from draftproof.server.api.openai import json_event
 from draftproof.server.api.responses_chat import FREE, chat_of, several
-from draftproof.server.api.responses_schemas import (
-    CustomTool,
-    FlatSchemaFormat,
-    FunctionTool,
-    IncompleteDetails,
-    InputDetails,
-    NamespaceTool,
-    OutputCall,
-    OutputCustomCall,
-    OutputDetails,
-    OutputItem,
-    OutputMessage,
-    OutputReasoning,
-    OutputReasoningText,
-    OutputText,
-    ReasoningOptions,
-    Repeated,
-    ResponseError,
-    ResponsesAnswer,
-    ResponsesBody,
-    ResponseStatus,
-    ResponsesUsage,
-    Status,
-    TextOptions,
-)
 from draftproof.server.errors import ApiError
 from draftproof.server.schemas import ObjectFormat, TextFormat, TokenLogprobAnswer
 from draftproof.server.tools import CallPart
@@ -65,7 +41,7 @@ class _Item(ABC):
         self.text = text
 
     @abstractmethod
-    def shown(self, status: Status) -> OutputItem:
+    def shown(self, status: schemas.Status) -> schemas.OutputItem:
         """What it is; one in progress has no text yet."""
 
     def opening(self) -> Iterator[_Event]:
@@ -89,9 +65,9 @@ class _Reasoning(_Item):
     prefix = "rs"
 
     @override
-    def shown(self, status: Status) -> OutputReasoning:
-        content = [] if status == "in_progress" else [OutputReasoningText(text=self.text)]
-        return OutputReasoning(id=self.id, status=status, content=content)
+    def shown(self, status: schemas.Status) -> schemas.OutputReasoning:
+        content = [] if status == "in_progress" else [schemas.OutputReasoningText(text=self.text)]
+        return schemas.OutputReasoning(id=self.id, status=status, content=content)
 
     @override
     def more(self, text: str) -> _Event:
@@ -110,12 +86,12 @@ class _Message(_Item):
         self._logprobs = list(logprobs)
 
     @property
-    def _part(self) -> OutputText:
-        return OutputText(text=self.text, logprobs=self._logprobs)
+    def _part(self) -> schemas.OutputText:
+        return schemas.OutputText(text=self.text, logprobs=self._logprobs)
 
     @override
-    def shown(self, status: Status) -> OutputMessage:
-        return OutputMessage(id=self.id, status=status, content=[] if status == "in_progress" else [self._part])
+    def shown(self, status: schemas.Status) -> schemas.OutputMessage:
+        return schemas.OutputMessage(id=self.id, status=status, content=[] if status == "in_progress" else [self._part])
 
     @override
     def opening(self) -> Iterator[_Event]:
@@ -139,9 +115,9 @@ class _Call(_Item):
         self._called = {"call_id": str(call.id), "name": str(call.name), "namespace": namespace}
 
     @override
-    def shown(self, status: Status) -> OutputCall | OutputCustomCall:
+    def shown(self, status: schemas.Status) -> schemas.OutputCall | schemas.OutputCustomCall:
         text = "" if status == "in_progress" else self.text
-        return OutputCall.model_validate({**self._called, "id": self.id, "arguments": text, "status": status})
+        return schemas.OutputCall.model_validate({**self._called, "id": self.id, "arguments": text, "status": status})
 
     @override
     def more(self, text: str) -> _Event:
@@ -163,9 +139,9 @@ class _CustomCall(_Call):
         super().__init__(name, call, namespace)
 
     @override
-    def shown(self, status: Status) -> OutputCustomCall:
+    def shown(self, status: schemas.Status) -> schemas.OutputCustomCall:
         text = "" if status == "in_progress" else self.text
-        return OutputCustomCall.model_validate({**self._called, "id": self.id, "input": text, "status": status})
+        return schemas.OutputCustomCall.model_validate({**self._called, "id": self.id, "input": text, "status": status})
 
     @override
     def read(self, text: str) -> str:
@@ -199,24 +175,24 @@ class ResponseForm(Form):
     the request's body is kept as JSON, which takes less than the prompt's token ids.
     """
 
-    def __init__(self, body: ResponsesBody) -> None:
+    def __init__(self, body: schemas.ResponsesBody) -> None:
         self._repeated = _repeated(body)
         self._namespaces = {
             each.name: tool.name
             for tool in body.tools or ()
-            if isinstance(tool, NamespaceTool)
+            if isinstance(tool, schemas.NamespaceTool)
             for each in tool.tools
-            if isinstance(each, FunctionTool | CustomTool)
+            if isinstance(each, schemas.FunctionTool | schemas.CustomTool)
         }
         self._custom = {
-            each.name for tool in body.tools or () for each in several(tool) if isinstance(each, CustomTool)
+            each.name for tool in body.tools or () for each in several(tool) if isinstance(each, schemas.CustomTool)
         }
         self._events_sent = 0
-        self._done: list[OutputItem] = []
+        self._done: list[schemas.OutputItem] = []
         self._open: _Item | None = None
 
     @override
-    def whole(self, answer: Answer) -> ResponsesAnswer:
+    def whole(self, answer: Answer) -> schemas.ResponsesAnswer:
         items = list(self._items(answer))
         *first, last = items
         ended = [each.shown("completed") for each in first]
@@ -274,7 +250,7 @@ class ResponseForm(Form):
     def failure(self, answer: Answer, error: ApiError) -> bytes:
         response = self._response(answer, "failed", self._done)
         code = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
-        response.error = ResponseError(code=code, message=error.message)
+        response.error = schemas.ResponseError(code=code, message=error.message)
         return self._sent([("failed", {"response": response.model_dump()})])
 
     # --- items of a stream ----------------------------------------------------------------------------------------
@@ -305,7 +281,7 @@ class ResponseForm(Form):
         if text or not given:
             yield self._of_item(*self._open.more(text))
 
-    def _end(self, status: Status) -> Iterator[_Event]:
+    def _end(self, status: schemas.Status) -> Iterator[_Event]:
         item = self._open
         if item is None:
             return
@@ -331,9 +307,11 @@ class ResponseForm(Form):
 
     # --- the answer around them -----------------------------------------------------------------------------------
 
-    def _response(self, answer: Answer, status: ResponseStatus, items: Sequence[OutputItem]) -> ResponsesAnswer:
+    def _response(
+        self, answer: Answer, status: schemas.ResponseStatus, items: Sequence[schemas.OutputItem]
+    ) -> schemas.ResponsesAnswer:
         params = answer.parsed.params
-        return ResponsesAnswer(
+        return schemas.ResponsesAnswer(
             id=answer.id,
             created_at=answer.created,
             status=status,
@@ -346,18 +324,18 @@ class ResponseForm(Form):
             **json.loads(self._repeated),
         )
 
-    def _ended(self, answer: Answer, items: Sequence[OutputItem]) -> ResponsesAnswer:
+    def _ended(self, answer: Answer, items: Sequence[schemas.OutputItem]) -> schemas.ResponsesAnswer:
         """An answer that has come to its end."""
         status = _status(answer)
         response = self._response(answer, status, items)
         if status == "incomplete":
-            response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
+            response.incomplete_details = schemas.IncompleteDetails(reason="max_output_tokens")
         used = answer.usage
-        response.usage = ResponsesUsage(
+        response.usage = schemas.ResponsesUsage(
             input_tokens=used.prompt_tokens,
-            input_tokens_details=InputDetails(cached_tokens=answer.reused),
+            input_tokens_details=schemas.InputDetails(cached_tokens=answer.reused),
             output_tokens=used.completion_tokens,
-            output_tokens_details=OutputDetails(reasoning_tokens=answer.continuations[0].reasoning_tokens),
+            output_tokens_details=schemas.OutputDetails(reasoning_tokens=answer.continuations[0].reasoning_tokens),
             total_tokens=used.total_tokens,
         )
         return response
@@ -367,7 +345,7 @@ def _name(answer: Answer, place: int) -> str:
     return f"{answer.id.removeprefix(RESPONSES.prefix)}_{place}"
 
 
-def _status(answer: Answer) -> Status:
+def _status(answer: Answer) -> schemas.Status:
     return "incomplete" if answer.continuations[0].finish_reason == "length" else "completed"
 
 
@@ -376,11 +354,11 @@ def _logprobs(answer: Answer, found: Sequence[TokenLogprob]) -> list[TokenLogpro
     return [] if made is None else made.content
 
 
-def _repeated(body: ResponsesBody) -> str:
+def _repeated(body: schemas.ResponsesBody) -> str:
     """What an answer repeats of its request, as JSON; ApiError where a tool or a schema cannot be written."""
-    reasoning, text = body.reasoning or ReasoningOptions(), body.text or TextOptions()
+    reasoning, text = body.reasoning or schemas.ReasoningOptions(), body.text or schemas.TextOptions()
     choice = body.tool_choice or "auto"
-    made = Repeated(
+    made = schemas.Repeated(
         instructions=body.instructions,
         tools=_repeated_tools(body.tools or ()),
         tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
@@ -397,20 +375,22 @@ def _repeated(body: ResponsesBody) -> str:
 
 def _repeated_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Those that the model was shown."""
-    known = [each for each in tools if isinstance(each, FunctionTool | CustomTool | NamespaceTool)]
+    known = [
+        each for each in tools if isinstance(each, schemas.FunctionTool | schemas.CustomTool | schemas.NamespaceTool)
+    ]
     return [{"type": each.type, "name": each.name, "description": each.description, **_own(each)} for each in known]
 
 
-def _own(tool: FunctionTool | CustomTool | NamespaceTool) -> dict[str, Any]:
-    if isinstance(tool, NamespaceTool):
+def _own(tool: schemas.FunctionTool | schemas.CustomTool | schemas.NamespaceTool) -> dict[str, Any]:
+    if isinstance(tool, schemas.NamespaceTool):
         return {"tools": _repeated_tools(tool.tools)}
-    if isinstance(tool, CustomTool):
+    if isinstance(tool, schemas.CustomTool):
         return {"format": tool.format.model_dump()}
     return {"parameters": tool.parameters, "strict": tool.strict}
 
 
-def _repeated_format(form: TextFormat | ObjectFormat | FlatSchemaFormat | None) -> dict[str, Any]:
-    if not isinstance(form, FlatSchemaFormat):
+def _repeated_format(form: TextFormat | ObjectFormat | schemas.FlatSchemaFormat | None) -> dict[str, Any]:
+    if not isinstance(form, schemas.FlatSchemaFormat):
         return {"type": "text" if form is None else form.type}
     return {
         "type": form.type,
@@ -421,4 +401,4 @@ def _repeated_format(form: TextFormat | ObjectFormat | FlatSchemaFormat | None) 
     }
 
 
-RESPONSES = Endpoint("/v1/responses", ResponsesBody, "resp_", chat_of, ResponseForm)
+RESPONSES = Endpoint("/v1/responses", schemas.ResponsesBody, "resp_", chat_of, ResponseForm)
