@@ -9,9 +9,8 @@ from typing import Any
 import typer
 
 from draftproof.cli._options import Options, with_options
-from draftproof.cli._train_drafter import drafter
+from draftproof.cli._train_drafters import drafter, feature_head
 from draftproof.cli._train_evaluate import evaluate_drafter, evaluate_heads, evaluate_pair, evaluate_text
-from draftproof.cli._train_feature_head import feature_head
 from draftproof.cli._training import Json, Quiet, run
 from draftproof.sampling import SamplingParams
 from draftproof.training.head_artefact import make_head, make_verifier_head

@@ -54,6 +54,7 @@ from draftproof.server.worker import EngineWorker, Job, Piece
 _log = logging.getLogger(__name__)
 _Made = TypeVar("_Made")
 _Body = TypeVar("_Body", bound=schemas.Body)
+_Tokenized = TypeVar("_Tokenized", CountBody, TokenizeBody, DetokenizeBody)
 
 
 class Server:
@@ -120,14 +121,13 @@ class Server:
         ignored = lenient or self.settings.unknown_fields == "ignore"
         return await body_of(request, kind, self.settings.max_body, lenient=ignored)
 
-    async def aside(self, request: Request, call: Callable[[], _Made], *, locked: bool = True) -> _Made:
-        """Tokenize in another thread, `locked` if nobody else may meanwhile; a client that has left does not wait."""
-
-        def alone() -> _Made:
-            with self._reading:
-                return call()
-
-        return await self._in_time(request, partial(self._aside.run, alone if locked else call))
+    async def tokenized(
+        self, request: Request, kind: type[_Tokenized], call: Callable[[_Tokenized], _Made], *, lenient: bool = False
+    ) -> _Made:
+        """What a request says that needs no more than the tokenizer, made in another thread."""
+        body = await self.body(request, kind, lenient=lenient)
+        refuse_other_model(body.model, self.model)
+        return await self._in_time(request, partial(self._aside.run, partial(call, body)))
 
     async def parse(self, request: Request, body: SamplingFields) -> ParsedRequest:
         """What a request asks."""
@@ -158,7 +158,7 @@ class Server:
                 format_of(self.engine.tokenizer, self.settings.tool_format)
             if body.add_special_tokens and "add_special_tokens" in body.model_fields_set:
                 raise ApiError("add_special_tokens needs prompt: a chat has those of its template", param="messages")
-            return list(self._parser.chat_prompt(body.messages, shown)[1])
+            return list(self._parser.chat_prompt(body.messages, shown))
         if body.tools:
             raise ApiError("tools need messages", param="tools")
         text = body.prompt or ""
@@ -189,7 +189,8 @@ class Server:
         bad = next((each for each in body.tokens if not 0 <= each < size), None)
         if bad is not None:
             raise ApiError(f"tokens: expected ids from 0 to {size - 1}, got {bad}", param="tokens")
-        return schemas.Text(prompt=self.token_text.joined(body.tokens))
+        with self._reading:
+            return schemas.Text(prompt=self.token_text.joined(body.tokens))
 
     async def answer(self, request: Request, endpoint: Endpoint[Any]) -> Any:
         """Answer a request to an endpoint, whole or as a stream."""
@@ -498,25 +499,19 @@ def _add_messages(app: FastAPI) -> None:
     @app.post("/v1/messages/count_tokens", responses=_MESSAGES_ERRORS, openapi_extra=_takes(CountBody))
     async def count_tokens(request: Request, server: _Served) -> TokenCount:
         """The number of tokens of a chat in Anthropic's form."""
-        body = await server.body(request, CountBody, lenient=True)
-        refuse_other_model(body.model, server.model)
-        return await server.aside(request, partial(server.count, body), locked=False)  # it takes the lock itself
+        return await server.tokenized(request, CountBody, server.count, lenient=True)
 
 
 def _add_tokens(app: FastAPI) -> None:
     @app.post("/tokenize", openapi_extra=_takes(TokenizeBody))
     async def tokenize(request: Request, server: _Served) -> schemas.Tokens:
         """The token ids of a text or a chat."""
-        body = await server.body(request, TokenizeBody)
-        refuse_other_model(body.model, server.model)
-        return await server.aside(request, partial(server.tokens, body), locked=False)  # it takes the lock itself
+        return await server.tokenized(request, TokenizeBody, server.tokens)
 
     @app.post("/detokenize", openapi_extra=_takes(DetokenizeBody))
     async def detokenize(request: Request, server: _Served) -> schemas.Text:
         """The text of token ids."""
-        body = await server.body(request, DetokenizeBody)
-        refuse_other_model(body.model, server.model)
-        return await server.aside(request, partial(server.text, body))
+        return await server.tokenized(request, DetokenizeBody, server.text)
 
 
 def _add_page(app: FastAPI) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -136,30 +137,23 @@ class RequestParser:
     def _chat_ids(self, body: schemas.ChatBody, tools: ToolSet | None) -> tuple[int, ...]:
         """The token ids of a chat's prompt; tools that cannot be called are not shown."""
         shown = template_tools([each.function for each in body.tools or ()] if tools else ())
-        return self.chat_prompt(body.messages, shown, _template_options(body))[1]
+        return self.chat_prompt(body.messages, shown, _template_options(body))
 
     def chat_prompt(
         self,
         messages: Sequence[schemas.Message],
         tools: Sequence[dict[str, Any]],
         options: Mapping[str, Any] = MappingProxyType({}),
-    ) -> tuple[str, tuple[int, ...]]:
-        """Text and token ids of a chat with the tools that the model is shown, and options of the chat template."""
+    ) -> tuple[int, ...]:
+        """Token ids of a chat with the tools that the model is shown, and options of the chat template."""
         self._refuse_long(sum(len(text_of(each.content or "")) for each in messages), "messages")
-        prompts = self._engine.prompts
         shown = fitted(messages_of(messages), self._engine.tokenizer, self._settings.tool_format)
         try:
-            with time_limit(_TEMPLATE_SECONDS):  # and without the lock: nobody waits for it
-                text = prompts.chat_text(shown, tools or None, options)
-            self._refuse_long(len(text), "messages")
-            with self._lock:
-                ids = tuple(prompts.plain(text))
+            with self._blamed("messages"), time_limit(_TEMPLATE_SECONDS):  # without the lock: nobody waits for it
+                text = self._engine.prompts.chat_text(shown, tools or None, options)
         except TimeOver:
             raise endless_template(_TEMPLATE_SECONDS, "these messages", "messages") from None
-        except UserError as error:
-            raise ApiError(self._shown(str(error)), param="messages") from error
-        self._refuse_tokens(len(ids), "messages")
-        return text, ids
+        return self.plain(text, "messages")
 
     def encode(self, prompt: str | Sequence[int], param: str) -> tuple[str | None, tuple[int, ...]]:
         """Text and token ids of a prompt that is no chat; ApiError where it is empty, too long, or not to be read."""
@@ -167,24 +161,26 @@ class RequestParser:
             self._refuse_long(len(prompt), param)
         else:
             self._refuse_tokens(len(prompt), param)
-        try:
-            with self._lock:
-                text, ids = self._engine.encode(prompt)
-        except UserError as error:
-            raise ApiError(self._shown(str(error)), param=param) from error
+        with self._blamed(param), self._lock:
+            text, ids = self._engine.encode(prompt)
         self._refuse_tokens(len(ids), param)
         return text, tuple(ids)
 
     def plain(self, text: str, param: str) -> tuple[int, ...]:
         """Token ids of a text without special tokens."""
         self._refuse_long(len(text), param)
-        try:
-            with self._lock:
-                ids = tuple(self._engine.prompts.plain(text))
-        except UserError as error:
-            raise ApiError(self._shown(str(error)), param=param) from error
+        with self._blamed(param), self._lock:
+            ids = tuple(self._engine.prompts.plain(text))
         self._refuse_tokens(len(ids), param)
         return ids
+
+    @contextmanager
+    def _blamed(self, param: str) -> Iterator[None]:
+        """Turn an error of the engine into one of a field."""
+        try:
+            yield
+        except UserError as error:
+            raise ApiError(self._shown(str(error)), param=param) from error
 
     @property
     def _most_tokens(self) -> int | None:
@@ -198,24 +194,16 @@ class RequestParser:
         words: dict[str, int] = getattr(self._engine.tokenizer, "get_vocab", dict)()
         return max((len(str(each)) for each in words), default=1)
 
-    def _refuse_tokens(self, size: int, param: str) -> None:
+    def _refuse_tokens(self, size: int, param: str, got: str = "") -> None:
         most = self._most_tokens
         if most is not None and size > most:
-            raise ApiError(
-                f"{_named(param)}: expected at most {most} tokens, got {size}",
-                param=param,
-                code="context_length_exceeded",
-            )
+            what = "the prediction" if param == "prediction" else "the prompt"
+            message = f"{what}: expected at most {most} tokens, got {got or size}"
+            raise ApiError(message, param=param, code="context_length_exceeded")
 
     def _refuse_long(self, size: int, param: str) -> None:
         """Refuse a text that has too many tokens, whatever they are, before the work of finding them."""
-        most = self._most_tokens
-        if most is not None and size > most * self._longest_token:
-            raise ApiError(
-                f"{_named(param)}: expected at most {most} tokens, got more ({size} characters)",
-                param=param,
-                code="context_length_exceeded",
-            )
+        self._refuse_tokens(math.ceil(size / self._longest_token), param, f"more ({size} characters)")
 
     def _refuse_large(
         self, body: schemas.SamplingFields, params: SamplingParams, prompts: Sequence[Sequence[int]], shown: int
@@ -256,12 +244,10 @@ class RequestParser:
             with self._lock:
                 return self._engine.prompts.plain(text)
 
-        try:
+        with self._blamed("bad_words"):
             return self._engine.prompts.bad_words(
                 params.bad_words, encode if self._engine.tokenizer is not None else None
             )
-        except UserError as error:
-            raise ApiError(self._shown(str(error)), param="bad_words") from error
 
     def _prediction(self, given: schemas.Prediction | None) -> tuple[int, ...]:
         if given is None:
@@ -320,15 +306,14 @@ class RequestParser:
         if grammar is None:
             return None
         given["grammar"] = grammar
-        try:
-            SamplingParams(grammar=grammar)
-            return self._engine.grammars.constraint(grammar)
-        except BusyError as error:
-            raise ApiError(
-                str(error), status=429, param=param, code="rate_limit_exceeded", headers={"Retry-After": "5"}
-            ) from error
-        except UserError as error:
-            raise ApiError(self._shown(str(error)), param=param) from error
+        with self._blamed(param):
+            try:
+                SamplingParams(grammar=grammar)
+                return self._engine.grammars.constraint(grammar)
+            except BusyError as error:
+                raise ApiError(
+                    str(error), status=429, param=param, code="rate_limit_exceeded", headers={"Retry-After": "5"}
+                ) from error
 
 
 def refuse_other_model(name: str | None, served: str) -> None:
@@ -492,11 +477,6 @@ def _token_id(text: str) -> int:
     if not (text.isascii() and text.isdecimal()):
         raise ValueError(text)
     return int(text)
-
-
-def _named(param: str) -> str:
-    """What a field holds, as the subject of a message."""
-    return "the prediction" if param == "prediction" else "the prompt"
 
 
 def _first(*values: int | None) -> int:
