@@ -36,15 +36,11 @@ Loaded = TypeVar("Loaded")
 
 @dataclass(frozen=True)
 class Report:
-    """The audit of one package.
+    """The audit of one function of a package, whose version is None when it is not installed.
 
     Attributes:
-        package: name of the package.
-        version: installed version; None when it is not installed.
-        rule: the audited function.
         status: "ok", "FAIL", "not installed" or why the rule was not audited.
-        lines: results in float64, one for each pair.
-        rounded: results in float32, one for each pair.
+        lines: results in float64, one for each pair; `rounded` are those in float32.
         notes: further findings.
         sampled: results of statistical tests, one for each pair.
     """

@@ -77,11 +77,9 @@ ORDERINGS = (
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule and how it is audited.
+    """A rule, with the signature of a path rule, and how it is audited.
 
     Attributes:
-        name: name in Python, on the command line and here.
-        verify: the rule with the signature of a path rule.
         shapes: (chains, tokens) of the drafts on which it is enumerated; lengths are reported for the first one.
         lossless: whether it is declared lossless.
         tolerance: largest total variation of a lossless rule.
@@ -104,10 +102,7 @@ class RuleLine:
     """The result for a rule.
 
     Attributes:
-        rule: name of the rule.
-        lossless: whether it is declared lossless.
-        total_variation: the largest total variation over the suite.
-        worst_model: the pair with the largest total variation.
+        total_variation: the largest total variation over the suite, on the pair `worst_model`.
         worst_cell: the outcome whose probability differs most on this pair.
         accepted: expected accepted tokens, mean over the suite.
         drafted: chains x tokens of the drafts for `accepted`.

@@ -14,14 +14,9 @@ from draftproof.errors import UserError, is_panic
 
 @dataclass(frozen=True)
 class Result:
-    """The answer to a row.
+    """The answer to a row: rows of the output, one, or one for each continuation of a prompt.
 
-    Attributes:
-        id: the row's.
-        rows: of the output; one, or one for each continuation of a prompt.
-        failed: whether one of them holds an error.
-        prompt_tokens, completion_tokens: read and made.
-        target_calls: forward passes of the target for them.
+    `failed` says whether one of them holds an error.
     """
 
     id: str | int

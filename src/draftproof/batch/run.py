@@ -27,16 +27,9 @@ Answers = Callable[[Iterable[Row]], Generator[list[Result], None, None]]
 
 @dataclass
 class Summary:
-    """What a run did.
+    """What a run did: rows that had an output `before`, those that it has `answered`, and of these those with an error.
 
-    Attributes:
-        rows: of the input.
-        before: that had an output already.
-        answered: that this run has given one.
-        failed: of these, whose output is an error.
-        prompt_tokens, completion_tokens: read and made.
-        target_calls: forward passes of the target.
-        seconds: of this run, without loading.
+    `seconds` are without loading.
     """
 
     rows: int

@@ -32,14 +32,9 @@ class Row:
 
 
 class Source:
-    """The rows of a file, which may be read several times and is the same each time.
-
-    Args:
-        path: a file whose name ends in .jsonl or .parquet.
+    """The rows of a .jsonl or .parquet file, which may be read several times and is the same each time.
 
     Attributes:
-        path: the file.
-        form: "jsonl" or "parquet".
         lines: whether the rows are lines of an OpenAI batch file.
         count: number of rows.
         integers: whether every id is a whole number.

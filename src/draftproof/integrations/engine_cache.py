@@ -111,15 +111,12 @@ def _name(model: Any) -> str:
 
 @dataclass(eq=False)
 class Held:
-    """An engine that is kept for a model.
+    """An engine that is kept for a model, and used by one call at a time, which holds the lock.
 
     Attributes:
-        engine: used by one call at a time.
         version: of the weights that it was made from.
-        draft: backend of the draft model.
-        draft_version: of its weights, where it is a model in memory.
+        draft_version: of the draft model's weights, where it is a model in memory.
         owner: that model, so that another one in its place is noticed.
-        lock: held by the call that uses the engine.
     """
 
     engine: Engine

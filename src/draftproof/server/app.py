@@ -43,7 +43,7 @@ from draftproof.server.aside import Aside
 from draftproof.server.auth import Access, Keys, note
 from draftproof.server.body import body_of
 from draftproof.server.dialects.detection import format_of
-from draftproof.server.errors import ApiError, error_answer, failed, stopping, stuck, too_late
+from draftproof.server.errors import ApiError, error_answer, failed, of_http, stopping, stuck, too_late
 from draftproof.server.metrics import Metrics
 from draftproof.server.parse_request import ParsedRequest, RequestParser, refuse_other_model, refuse_stream_options
 from draftproof.server.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingFields, TokenizeBody
@@ -348,10 +348,15 @@ _ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": schemas.ErrorAnswe
 _MESSAGES_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": MessagesError} for status in _STATUSES}
 
 
-def _server(request: Request) -> Server:
-    found = request.app.state.server
+def server_of(app: Any) -> Server:
+    """The server that an application was made for."""
+    found = app.state.server
     assert isinstance(found, Server), "set by make_app"
     return found
+
+
+def _server(request: Request) -> Server:
+    return server_of(request.app)
 
 
 _READ_AT_ONCE = 64  # requests beyond those that the engine takes whose bodies are read, such as for /tokenize
@@ -406,7 +411,7 @@ def make_app(server: Server, keys: Sequence[str] | Keys = (), hosts: Sequence[st
     settings = server.settings
     app.add_middleware(
         Access,
-        keys=keys,
+        keys=Keys.of(keys),
         max_body=settings.max_body,
         at_once=server.worker.capacity + _READ_AT_ONCE,
         seconds=settings.read_timeout,
@@ -565,8 +570,7 @@ async def _mistake(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for it"
-    made = ApiError(str(error.detail), status=error.status_code, headers=error.headers)
-    return await _shown_error(request, made)
+    return await _shown_error(request, of_http(error))
 
 
 async def _unexpected(request: Request, _: Exception) -> Response:

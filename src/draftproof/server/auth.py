@@ -12,6 +12,7 @@ import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,11 @@ class Keys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [sha256(key.encode()).digest() for key in keys]
 
+    @classmethod
+    def of(cls, keys: Sequence[str] | Keys) -> Keys:
+        """Some keys as such a set."""
+        return keys if isinstance(keys, Keys) else cls(keys)
+
     def __bool__(self) -> bool:
         return bool(self._digests)
 
@@ -97,10 +103,11 @@ class Keys:
         return sha256(b"owner" + digest).hexdigest()[:16] if scheme.lower() == "bearer" and any(found) else None
 
 
+@dataclass
 class Access:
     """Gives every request an id, refuses those without a key, and writes a line of each to the log.
 
-    Args:
+    Attributes:
         app: what serves the requests.
         keys: one of them is needed; empty lets everybody in.
         max_body: bytes; a longer body is refused by its declared length, others while they are read.
@@ -109,28 +116,19 @@ class Access:
         hosts: names that the header Host may have; None for any.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        keys: Sequence[str] | Keys,
-        *,
-        max_body: int,
-        at_once: int,
-        seconds: float,
-        hosts: Sequence[str] | None = None,
-    ) -> None:
-        self._app = app
-        self._max_body = max_body
-        self._hosts = hosts
-        self._keys = keys if isinstance(keys, Keys) else Keys(keys)
-        self._at_once = at_once
-        self._seconds = seconds
-        self._now = 0
+    app: ASGIApp
+    keys: Keys
+    _: KW_ONLY
+    max_body: int
+    at_once: int
+    seconds: float
+    hosts: Sequence[str] | None = None
+    _now: int = field(default=0, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         given = Headers(scope=scope)
         name = given.get("x-request-id", "")
@@ -154,7 +152,7 @@ class Access:
         self._now += counts
         try:
             error = self._refused(scope["path"], given, state)
-            answer = self._app if error is None else error_answer(error, scope)
+            answer = self.app if error is None else error_answer(error, scope)
             await answer(scope, self._limited(receive), noting)
         except (*LEAVING, asyncio.CancelledError, Exception):  # the application has answered Exceptions
             raise
@@ -171,12 +169,12 @@ class Access:
 
     def _owner(self, given: Headers) -> str | None:
         """Which of the keys a request has; Anthropic's clients send it in a header of their own."""
-        own = self._keys.owner(f"Bearer {given.get('x-api-key', '')}")
-        return self._keys.owner(given.get("authorization", "")) or own
+        own = self.keys.owner(f"Bearer {given.get('x-api-key', '')}")
+        return self.keys.owner(given.get("authorization", "")) or own
 
     def _limited(self, receive: Receive) -> Receive:
         """The client's messages; HTTPException where a body does not come in time."""
-        end = anyio.current_time() + self._seconds if self._seconds else math.inf
+        end = anyio.current_time() + self.seconds if self.seconds else math.inf
         complete = False
 
         async def limited() -> Message:
@@ -187,7 +185,7 @@ class Access:
                 message = await receive()
                 complete = not message.get("more_body", False)
                 return message
-            detail = f"the body did not come within {self._seconds:g} s"
+            detail = f"the body did not come within {self.seconds:g} s"
             raise HTTPException(408, detail, headers={"Connection": "close"})
 
         return limited
@@ -196,24 +194,24 @@ class Access:
         if state.get("spare") and path not in OPEN:
             return crowded()
         host = given.get("host", "")
-        if self._hosts is not None and not is_allowed_host(host, self._hosts):
+        if self.hosts is not None and not is_allowed_host(host, self.hosts):
             return ApiError(
                 f"the request is to {quoted(host)}, and this server answers at its machine's own names: its operator "
                 "can allow others by --allowed-host, or give keys to clients",
                 status=421,
             )
-        if self._keys and path not in OPEN and state["key"] is None:
+        if self.keys and path not in OPEN and state["key"] is None:
             return ApiError(
                 "an API key is needed, as: Authorization: Bearer KEY, or as: x-api-key: KEY",
                 status=401,
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        if self._now > self._at_once:
+        if self._now > self.at_once:
             return overloaded(1)
         length = given.get("content-length", "0")
-        if length.isdecimal() and int(length) > self._max_body:
-            return ApiError(f"expected a body of at most {self._max_body} bytes, got {length}", status=413)
+        if length.isdecimal() and int(length) > self.max_body:
+            return ApiError(f"expected a body of at most {self.max_body} bytes, got {length}", status=413)
         return None
 
 

@@ -13,19 +13,16 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 import anyio
-from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftproof.server.auth import Access, Keys
+from draftproof.server.body import bytes_of
 from draftproof.server.errors import ApiError, error_answer, stopping
 
 _TRIES = 2  # servers that a request is sent to at most, where the first ends before it answers
-_COMPILED = (
-    "structured_outputs",
-    "response_format",
-    "output_config",
-    "tools",
-)  # fields from which a server compiles a grammar
+# fields from which a server compiles a grammar
+_COMPILED = ("structured_outputs", "response_format", "output_config", "tools")
 _SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server")
 _GOES, _ENDS = "goes to another one", "is not sent to another one"
 _AHEAD = 16  # messages that an application may be ahead of who reads its answer
@@ -77,7 +74,7 @@ class Entrance:
         self._passed = passed
         self._shown = shown
         self._max_body = max_body
-        self._app = Access(self._run, keys, max_body=max_body, at_once=at_once, seconds=read_timeout)
+        self._app = Access(self._run, Keys.of(keys), max_body=max_body, at_once=at_once, seconds=read_timeout)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -85,7 +82,7 @@ class Entrance:
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = await self._read(receive)
+            body = await bytes_of(Request(scope, receive), self._max_body)
         except ApiError as error:
             await error_answer(error, scope)(scope, receive, send)
             return
@@ -118,22 +115,6 @@ class Entrance:
                 raise
             return False
         return True
-
-    async def _read(self, receive: Receive) -> bytes:
-        """The body of a request; ApiError where it is too long, does not come in time, or its client left."""
-        body = bytearray()
-        try:
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ApiError("the client closed the connection", status=499)
-                body += message.get("body", b"")
-                if len(body) > self._max_body:
-                    raise ApiError(f"expected a body of at most {self._max_body} bytes, got more", status=413)
-                if not message.get("more_body", False):
-                    return bytes(body)
-        except HTTPException as error:
-            raise ApiError(str(error.detail), status=error.status_code, headers=error.headers) from error
 
 
 def _understood(body: bytes) -> tuple[str, bool]:

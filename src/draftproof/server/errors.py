@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 _LONGEST = 400  # characters of a message
@@ -86,6 +87,11 @@ def error_answer(error: ApiError, scope: Mapping[str, Any]) -> JSONResponse:
     if is_anthropic(scope["path"]):
         body = {**anthropic_body(error), "request_id": scope["state"]["facts"]["request_id"]}
     return JSONResponse(body, error.status, error.headers)
+
+
+def of_http(error: HTTPException) -> ApiError:
+    """An error of starlette."""
+    return ApiError(str(error.detail), status=error.status_code, headers=error.headers)
 
 
 def overloaded(seconds: int) -> ApiError:

@@ -51,9 +51,7 @@ class ParsedRequest:
     Attributes:
         prompts: token ids of each prompt.
         texts: of the prompts, where they are repeated; None for one that was token ids, or is not repeated.
-        params: of all of them.
         prediction: token ids that the answer may repeat.
-        tools: that the answer may call.
         words: the parameters' bad words, encoded: the engine finds them as long as this is there.
         constraint: the grammar of `params`, compiled.
         reasoning: how the model reasons before it answers; None where it does not.
@@ -70,13 +68,10 @@ class ParsedRequest:
 
 
 class RequestParser:
-    """Reads bodies for one engine.
+    """Reads bodies for one engine, with the limits of settings.
 
-    Args:
-        engine: its tokenizer and its defaults are used.
-        settings: with the limits.
-        shown: makes a message of the engine fit for clients.
-        lock: held while the tokenizer is used, and not while a grammar is compiled.
+    `shown` makes a message of the engine fit for clients; the lock is held while the tokenizer is used, and not while a
+    grammar is compiled.
     """
 
     def __init__(

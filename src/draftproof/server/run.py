@@ -22,7 +22,7 @@ from fastapi import FastAPI
 
 from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import UserError
-from draftproof.server.app import Server
+from draftproof.server.app import server_of
 from draftproof.server.connection import RESERVE, connection
 from draftproof.server.logs import flush_logs
 from draftproof.server.settings import Settings
@@ -113,10 +113,8 @@ class _Unhandled:
 
 def prepared(app: FastAPI, settings: Settings) -> _Speaker:
     """What speaks HTTP for an application."""
-    server = app.state.server
-    assert isinstance(server, Server), "set by make_app"
     # A client may wait with a request that is refused, or may not have read its answer yet.
-    most = settings.max_connections or max(_CONNECTIONS, 2 * server.worker.capacity)
+    most = settings.max_connections or max(_CONNECTIONS, 2 * server_of(app).worker.capacity)
     config = uvicorn.Config(
         app,
         http=connection(settings.read_timeout, settings.write_timeout, descriptors_for(most)),
@@ -173,8 +171,7 @@ def serve(
     before = signal.signal(signal.SIGTERM, _ended)  # uvicorn raises the signal again when it has drained
     speaks = prepared(app, settings)
     speaks.listens = listens
-    server = app.state.server
-    assert isinstance(server, Server), "set by make_app"
+    server = server_of(app)
 
     def died() -> None:
         speaks.should_exit = True

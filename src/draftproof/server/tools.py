@@ -36,8 +36,6 @@ class ToolSet:
     """The tools of a request, and what the model may do with them.
 
     Attributes:
-        format: the dialect of calls.
-        functions: that may be called.
         must: whether the answer is a call.
         several: whether it may hold several.
         specials: ids of the special tokens among the format's markers.

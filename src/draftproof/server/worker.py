@@ -170,11 +170,9 @@ class _Queue:
 
 
 class EngineWorker:
-    """Runs an engine in a thread of its own.
+    """Runs an engine, which nobody else may use meanwhile, in a thread of its own.
 
     Args:
-        engine: nobody else may use it while the worker runs.
-        metrics: what happens is counted there.
         max_waiting: continuations that may wait for a place in the batch.
         max_per_client: continuations that one client may have, waiting ones included; None for no limit of its own.
         stuck_after: seconds of one round after which the thread counts as stuck; 0 is never.

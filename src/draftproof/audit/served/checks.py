@@ -33,13 +33,10 @@ SCHEMA = {
 
 @dataclass(frozen=True)
 class Check:
-    """One kind of requests.
+    """One kind of requests, and what it looks for.
 
     Attributes:
-        name: in reports.
-        about: what it looks for, in a few words.
         fields: of the request, besides the prompt and what all requests have.
-        params: the same for our own transforms.
         seeded: whether each request has a seed of its own.
         form: name of the form that a finished answer must have: "regex", "schema" or "".
     """

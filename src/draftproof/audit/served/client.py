@@ -63,8 +63,7 @@ class Client:
         model: name of the served model; default the first one it lists.
         timeout: seconds that one request may take.
         retries: further tries after a failure that may pass.
-        key: API key; without it that of `key_for`.
-        key_name: variable that holds it.
+        key: API key; without it that of `key_for`, from the variable `key_name`.
         transport: of httpx; tests give one that needs no network.
     """
 

@@ -23,14 +23,9 @@ _MATCHES = (3, 2, 1)  # lengths of the passages that "lookup" matches, longest f
 
 @dataclass(frozen=True)
 class Answer:
-    """The contexts of one answer.
+    """The contexts of one answer: logits in the context of each sampled token, of the draft model where there is one.
 
-    Attributes:
-        prompt: token ids.
-        tokens: that were sampled, in order.
-        logits: the target's, in the context of each token.
-        draft: the draft model's, where there is one.
-        transforms: the request's sampling parameters, bound to the prompt.
+    `transforms` are the request's sampling parameters, bound to the prompt.
     """
 
     prompt: Sequence[int]

@@ -75,7 +75,6 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        check: what was asked.
         verdict: "ok": no fault, and faults of the stated size are excluded, all kinds that the budget is enough for;
             "FAIL"; "open": no fault, and some of these kinds are not excluded yet; "refused": by the server.
         why: of the verdict, in a sentence.

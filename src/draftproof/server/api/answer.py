@@ -34,18 +34,12 @@ class Parts:
 
 @dataclass
 class Continuation:
-    """One continuation as far as it has come.
+    """One continuation as far as it has come, with what each new piece adds.
 
     Attributes:
-        reasoning: text of the model's reasoning.
-        text: text of the answer itself.
-        calls: of tools, each with all of its arguments so far.
-        token_ids: all tokens.
-        reasoning_tokens: how many of them, from the first on, belong to the reasoning.
+        token_ids: all tokens, of which the first `reasoning_tokens` belong to the reasoning.
         logprobs: of the tokens of the answer itself.
-        prompt_logprobs: of the prompt's tokens.
         finish_reason: why it ended; empty while it goes on.
-        stop_reason: the stop string or token id that ended it.
         predicted: accepted tokens of the prediction.
         reused: tokens of the prompt that were taken over from other requests.
         tools: divides text and calls; None where no tool can be called.
@@ -98,11 +92,8 @@ class Answer:
     """What all answers to one request share, and its continuations.
 
     Attributes:
-        id: of the answer.
-        model: its name in the API.
         parsed: what was asked.
         token_text: text of a token, for log-probabilities.
-        with_ids: whether token ids are asked for.
         with_drafts: whether a stream's chunks say which tokens were drafted.
         echo: whether the prompt's text comes first.
         as_ids: whether log-probabilities name tokens by their ids: texts of different tokens may be equal.

@@ -43,11 +43,9 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class Endpoint(Generic[_Body]):
-    """A path that requests for answers are sent to.
+    """A path that requests for answers are sent to, with the kind of their body.
 
     Attributes:
-        path: of its address.
-        body: of a request.
         prefix: what the answer's id begins with.
         asked: what a body asks, in the words of OpenAI's endpoints.
         form: of the answer to a body.

@@ -52,12 +52,10 @@ class Dialect:
 
     Attributes:
         name: as `--tool-format` has it.
-        models: that write so, for people.
         marker: what tells calls from text; empty where calls are all of the answer and text begins in another way.
         opening: what stands between the marker and the first call.
         head: what stands before the name of a function.
         middle: what stands between the name and the arguments.
-        arguments: how these are written.
         tail: what stands after the arguments.
         between: what stands between two calls.
         closing: what stands after all of them.
