@@ -422,7 +422,7 @@ def test_the_options_for_keys_are_for_one_server_each(monkeypatch):
             raise ZeroDivisionError
         return url
 
-    monkeypatch.setattr("draftproof.audit.served.client.Client", client)
+    monkeypatch.setattr("draftproof.cli._audit_server.Client", client)
     words = ["audit", "server", "http://a", "--api-key", "one"]
     words += ["--reference-url", "http://b", "--reference-api-key", "two"]
     assert "ZeroDivisionError" in CliRunner().invoke(app, words).stderr

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from draftproof import models
+from draftproof.bench import measures
 from draftproof.bench.batches import BatchComparison, compare_batches
 from draftproof.bench.engines import EngineComparison, compare_engines
-from draftproof.bench.plan import BenchOptions
+from draftproof.bench.estimate import Estimate
+from draftproof.bench.model_cache import ModelCache
+from draftproof.bench.plan import BenchOptions, plan
+from draftproof.bench.quality import score
+from draftproof.bench.report import REPORT, by_setting, write_report
 from draftproof.bench.rules import RuleComparison, compare_rules
+from draftproof.bench.run import run
 from draftproof.bench.stoppers import StopperComparison, compare_stoppers, draw
+from draftproof.bench.summary import Summary
 from draftproof.cli._launch import divide
 from draftproof.cli._libraries import quiet_libraries
 from draftproof.cli._measurement import DATASET, NAMES, measurement
@@ -22,10 +29,7 @@ from draftproof.cli._parts import BACKEND_HELP, DRAFTER_HELP, STOPPER_HELP, VERI
 from draftproof.cli._pulling import obtain
 from draftproof.cli._results import Device, Plots, Quiet, drawing, watch_for
 from draftproof.cli._terminal import note
-
-if TYPE_CHECKING:
-    from draftproof.bench.estimate import Estimate
-    from draftproof.bench.summary import Summary
+from draftproof.results import columns
 
 app = typer.Typer(
     add_completion=False,
@@ -90,11 +94,6 @@ def run_(
 
     Without options the pair of models inside the package is measured on openings of children's stories.
     """
-    from draftproof.bench.model_cache import ModelCache
-    from draftproof.bench.plan import plan
-    from draftproof.bench.quality import score
-    from draftproof.bench.run import run
-
     lengths = tuple(f"fixed:{length}" for length in n or ())
     chosen = BenchOptions(**{**options, "stopper": (*(options.get("stopper") or ()), *lengths) or None})
     if tensor_parallel != 1:
@@ -179,9 +178,6 @@ app.command("stoppers")(
 
 def _finish(out: Path, *, as_json: bool, plots: bool) -> None:
     """Write the report, and print its figures and its path."""
-    from draftproof.bench.report import REPORT, by_setting, write_report
-    from draftproof.results import columns
-
     found = write_report(out, plots=drawing(plots=plots))
     if as_json:
         for one in found:
@@ -194,8 +190,6 @@ def _finish(out: Path, *, as_json: bool, plots: bool) -> None:
 
 
 def _row(one: Summary) -> tuple[str, ...]:
-    from draftproof.bench import measures
-
     calls = measures.block_efficiency(one.records).value
     rate = measures.tokens_per_second(one.records).value
     ratios = (_short(one.speed.get(base)) for base in ("plain", "transformers"))
