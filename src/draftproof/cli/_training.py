@@ -4,38 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar, runtime_checkable
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from draftproof.cli._libraries import quiet_libraries
 from draftproof.cli._pulling import obtain
+from draftproof.training.drafter_options import DrafterJob
+from draftproof.training.feature_options import FeatureJob
+from draftproof.training.head_options import HeadJob
 
 Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
 
-@runtime_checkable
-class Job(Protocol):
-    """Options of a training run."""
-
-    @property
-    def out(self) -> Path:
-        """The directory that is written."""
-        ...
-
-
-AnyJob = TypeVar("AnyJob", bound=Job)
+_Job = TypeVar("_Job", DrafterJob, FeatureJob, HeadJob)
 
 
 def run(
-    make: Callable[[AnyJob, Any], dict[str, Any]],
-    job: AnyJob,
-    models: Sequence[str | None],
-    *,
-    as_json: bool,
-    quiet: bool,
+    make: Callable[[_Job, Any], dict[str, Any]], job: _Job, models: Sequence[str | None], *, as_json: bool, quiet: bool
 ) -> None:
     """Run a job, which reads models of these names, and print its figures and the path of its directory."""
     from draftproof.progress import bar, silent

@@ -77,11 +77,6 @@ class Records:
             self._file.write(json.dumps(made) + "\n")
             self._file.flush()
 
-    def request(self, check: str, number: int) -> dict[str, Any] | None:
-        """What was asked."""
-        found = self._found.get((check, number))
-        return None if found is None else found["request"]
-
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:

@@ -22,7 +22,7 @@ from draftproof.server.api.form import Endpoint, Form
 from draftproof.server.api.openai import json_event
 from draftproof.server.api.responses_chat import FREE, chat_of, several
 from draftproof.server.errors import ApiError
-from draftproof.server.schemas import ObjectFormat, TextFormat, TokenLogprobAnswer
+from draftproof.server.schemas import TokenLogprobAnswer
 from draftproof.server.tools import CallPart
 from draftproof.server.worker import Piece
 
@@ -363,7 +363,7 @@ def _repeated(body: schemas.ResponsesBody) -> str:
         tools=_repeated_tools(body.tools or ()),
         tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
         parallel_tool_calls=body.parallel_tool_calls,
-        text={"format": _repeated_format(text.format)},
+        text={"format": {"type": "text"} if text.format is None else text.format.model_dump(by_alias=True)},
         reasoning={"effort": reasoning.effort, "summary": None},
         metadata=body.metadata,
     )
@@ -373,32 +373,17 @@ def _repeated(body: schemas.ResponsesBody) -> str:
         raise ApiError("tools or text.format: expected at most 200 levels of valid text, got others") from None
 
 
+_SHOWN = {"type", "name", "description", "parameters", "strict", "format"}
+
+
 def _repeated_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Those that the model was shown."""
-    known = [
-        each for each in tools if isinstance(each, schemas.FunctionTool | schemas.CustomTool | schemas.NamespaceTool)
-    ]
-    return [{"type": each.type, "name": each.name, "description": each.description, **_own(each)} for each in known]
-
-
-def _own(tool: schemas.FunctionTool | schemas.CustomTool | schemas.NamespaceTool) -> dict[str, Any]:
-    if isinstance(tool, schemas.NamespaceTool):
-        return {"tools": _repeated_tools(tool.tools)}
-    if isinstance(tool, schemas.CustomTool):
-        return {"format": tool.format.model_dump()}
-    return {"parameters": tool.parameters, "strict": tool.strict}
-
-
-def _repeated_format(form: TextFormat | ObjectFormat | schemas.FlatSchemaFormat | None) -> dict[str, Any]:
-    if not isinstance(form, schemas.FlatSchemaFormat):
-        return {"type": "text" if form is None else form.type}
-    return {
-        "type": form.type,
-        "name": form.name,
-        "description": form.description,
-        "schema": form.schema_,
-        "strict": form.strict,
-    }
+    made = []
+    for each in tools:
+        if isinstance(each, schemas.FunctionTool | schemas.CustomTool | schemas.NamespaceTool):
+            inner = {"tools": _repeated_tools(each.tools)} if isinstance(each, schemas.NamespaceTool) else {}
+            made.append({**each.model_dump(include=_SHOWN), **inner})
+    return made
 
 
 RESPONSES = Endpoint("/v1/responses", schemas.ResponsesBody, "resp_", chat_of, ResponseForm)

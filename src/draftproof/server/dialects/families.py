@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any
 
 from draftproof.server.dialects.arguments import (
     Arguments,
@@ -16,25 +17,11 @@ from draftproof.server.dialects.arguments import (
 )
 from draftproof.server.dialects.grammar import Grammar, choice, dumped
 from draftproof.server.dialects.readers import Notation
+from draftproof.server.schemas import FreeFunction, Function
 
 _NAME = r"[\w.:/-]{1,128}"
 _ID = "{id}"  # in the texts of a dialect: where a call's id stands
 _IDS = {"any": "", "short": "[a-zA-Z0-9]{9}", "numbered": "[0-9]{1,4}"}
-
-
-@runtime_checkable
-class Signature(Protocol):
-    """What calls of a function look like."""
-
-    name: str
-    parameters: dict[str, Any]
-
-
-@runtime_checkable
-class FreeSignature(Signature, Protocol):
-    """What calls look like whose one argument is a text with a grammar of its own, `lark`."""
-
-    lark: str
 
 
 @dataclass(frozen=True)
@@ -109,7 +96,7 @@ class Dialect:
         before, after = self.earlier
         return f"{before}{call.name}{after}{self.arguments.written(call.arguments)}{self.tail}"
 
-    def terms(self, grammar: Grammar, functions: Sequence[Signature], *, several: bool) -> str:
+    def terms(self, grammar: Grammar, functions: Sequence[Function], *, several: bool) -> str:
         """Terms of Lark for calls, without the marker; a UserError for parameters that the dialect cannot keep to."""
         call = grammar.rule(choice([self._call(grammar, each) for each in functions]))
         more = f"({self._text(grammar, self.between)} {call})*" if several else ""
@@ -121,10 +108,10 @@ class Dialect:
         after = "" if self.middle else r"(?=[^\w.:/-])"
         return re.compile(f"{self._pattern(before + self.head)}({_NAME}){self._pattern(self.middle)}{after}")
 
-    def _call(self, grammar: Grammar, function: Signature) -> str:
+    def _call(self, grammar: Grammar, function: Function) -> str:
         head = self._text(grammar, f"{self.head}{function.name}{self.middle}")
         dumped(function.parameters)  # refuses what is no JSON
-        if isinstance(function, FreeSignature):
+        if isinstance(function, FreeFunction):
             inner = self.arguments.free(grammar, function.parameters, function.lark)
         else:
             inner = self.arguments.terms(grammar, function.parameters)
@@ -145,6 +132,7 @@ _OLMO = Notation(('"', "'"), "=", ": ", ", ", quoted_names=True, words=False)
 _GEMMA = Notation(('<|"|>',), ":", ":", ",", quoted_names=False, words=False)
 _FUNCTION_GEMMA = Notation(("<escape>",), ":", ":", ",", quoted_names=False, words=False)
 
+_mistral = partial(Dialect, marker="[TOOL_CALLS]", ids="short")  # the first ones write a list, later ones each call
 DIALECTS = {
     each.name: each
     for each in (
@@ -210,55 +198,45 @@ DIALECTS = {
             between="\n<tool_call>",
             signs=("<tool_call>{",),
         ),
-        Dialect(
+        _mistral(
             name="mistral-args",
             models="Devstral, Magistral, Ministral 3",
-            marker="[TOOL_CALLS]",
             middle="[ARGS]",
             between="[TOOL_CALLS]",
-            ids="short",
             signs=("[TOOL_CALLS]", "[ARGS]"),
         ),
-        Dialect(
+        _mistral(
             name="mistral-id",
             models="Mistral Small 3.2",
-            marker="[TOOL_CALLS]",
             middle="[CALL_ID]{id}[ARGS]",
             between="[TOOL_CALLS]",
-            ids="short",
             signs=("[TOOL_CALLS]", "[CALL_ID]"),
         ),
-        Dialect(
+        _mistral(
             name="mistral-name",
             models="Mistral models whose template writes the name right before the arguments",
-            marker="[TOOL_CALLS]",
             between="[TOOL_CALLS]",
-            ids="short",
         ),
-        Dialect(
+        _mistral(
             name="mistral",
             models="Mistral 7B v0.3, Mixtral 8x22B",
-            marker="[TOOL_CALLS]",
             opening=" [",
             head='{"name": "',
             middle='", "arguments": ',
             tail=', "id": "{id}"}',
             between=", ",
             closing="]",
-            ids="short",
             signs=("[TOOL_CALLS]",),
         ),
-        Dialect(
+        _mistral(
             name="mistral-nemo",
             models="Mistral Nemo, Large and Small of 2024",
-            marker="[TOOL_CALLS]",
             opening="[",
             head='{"name": "',
             middle='", "arguments": ',
             tail=', "id": "{id}"}',
             between=", ",
             closing="]",
-            ids="short",
             signs=("[TOOL_CALLS][",),
         ),
         Dialect(
