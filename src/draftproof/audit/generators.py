@@ -27,18 +27,12 @@ DRAFTED = 2  # tokens of a draft
 GREEDY = 24  # tokens of a greedy text: many rounds, beyond the sliding windows
 NEAR = 1e-3  # a greedy token may have a logit lower by this than the largest one: several passes round differently
 WINDOW = 4
-TINY: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
+_NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+_SHAPE = {
+    "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
     "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+}  # fmt: skip
+TINY: dict[str, Any] = {"vocab_size": VOCAB, **_SHAPE, **_NO_TOKENS}
 MODULE = "transformers.generation.candidate_generator"
 
 
@@ -119,9 +113,8 @@ def _with_mtp() -> Subject:
 def _with_dflash() -> Subject:
     transformers: Any = importlib.import_module("transformers")
     target = _llama()
-    shape = {name: value for name, value in TINY.items() if not name.endswith("_id") and name != "vocab_size"}
     config = transformers.AutoConfig.for_model(
-        "muse_glimmer_assistant", **shape, num_hidden_layers=1, sliding_window=WINDOW, block_size=DRAFTED + 1,
+        "muse_glimmer_assistant", **_SHAPE, num_hidden_layers=1, sliding_window=WINDOW, block_size=DRAFTED + 1,
         mask_token_id=0, target_layer_ids=[0, 1],
     )  # fmt: skip
     with torch.random.fork_rng():

@@ -47,13 +47,18 @@ class Check:
     seeded: bool = False
     form: str = ""
 
+    def request(self, max_tokens: int) -> dict[str, Any]:
+        """The fields of a request, besides its prompt."""
+        return {"temperature": 1.0, "max_tokens": max_tokens, **self.fields}
+
     def params(self, max_tokens: int) -> SamplingParams:
         """What the request means, as SamplingParams; the form of the answer is not part of it."""
-        fields = {name: value for name, value in self.fields.items() if name != "structured_outputs"}
-        fields.pop("response_format", None)
+        fields = self.request(max_tokens)
+        for form in ("structured_outputs", "response_format"):
+            fields.pop(form, None)
         if "logit_bias" in fields:
             fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
-        return SamplingParams(**{"temperature": 1.0, "max_tokens": max_tokens, **fields})
+        return SamplingParams(**fields)
 
 
 def checks_for(frequent: Sequence[int]) -> dict[str, Check]:

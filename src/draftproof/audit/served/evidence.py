@@ -41,7 +41,23 @@ class Excluded:
     evidence: float
 
 
-class Evidence:
+class Wealth:
+    """The mean of the wealths of several bets, by the logarithm of the largest one so far."""
+
+    _peak = 0.0
+
+    @property
+    def e_value(self) -> float:
+        """The largest mean of the wealths so far; its inverse is a p-value that holds at any time."""
+        return math.exp(min(self._peak, 700.0))
+
+    @property
+    def p_value(self) -> float:
+        """Anytime-valid: under a right server, below a with probability a at most, whenever the audit stops."""
+        return min(1.0, math.exp(-self._peak))
+
+
+class Evidence(Wealth):
     """The wealth of all bets in one check.
 
     Args:
@@ -70,7 +86,6 @@ class Evidence:
         self._best = self._log.clone()
         self._least = self._log.clone()
         self._loss = -math.log1p(-floor)
-        self._peak = 0.0
 
     def add(self, ratios: Float[Tensor, "tokens kinds"]) -> None:
         """Add the tokens of one answer: r(y)/p(y) of each token under each kind, 0 or more."""
@@ -88,16 +103,6 @@ class Evidence:
     def log_e_value(self) -> float:
         """Natural logarithm of the mean of all wealths now."""
         return float(self._log.flatten().logsumexp(0)) - math.log(max(self._log.numel(), 1)) if self.kinds else 0.0
-
-    @property
-    def e_value(self) -> float:
-        """The largest mean of the wealths so far; its inverse is a p-value that holds at any time."""
-        return math.exp(min(self._peak, 700.0))
-
-    @property
-    def p_value(self) -> float:
-        """Anytime-valid: under a right server, below a with probability a at most, whenever the audit stops."""
-        return min(1.0, math.exp(-self._peak))
 
     def found(self, alpha: float) -> bool:
         """Whether a fault is found, with a false-alarm rate of `alpha` for this check."""

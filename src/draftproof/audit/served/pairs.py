@@ -17,6 +17,7 @@ from typing import Any
 
 from draftproof.audit.served.checks import Check, checks_for, chosen, violations
 from draftproof.audit.served.client import Client, Refused, Reply
+from draftproof.audit.served.evidence import Wealth
 from draftproof.audit.served.kinds import looked_up
 from draftproof.audit.served.run import FAIL, OPEN, REFUSED, Finding, Options
 
@@ -70,7 +71,7 @@ class Learned:
             counts.update(pairwise(tokens))
 
 
-class PairEvidence:
+class PairEvidence(Wealth):
     """The wealth of all bets on differences between two servers.
 
     `slack`: by how much the means of a feature may differ between right servers; `most`: tokens of an answer.
@@ -81,7 +82,6 @@ class PairEvidence:
         self._most = most
         self._learned = Learned()
         self._log = {(name, stake): 0.0 for name in (*_FEATURES, "learned") for stake in _STAKES}
-        self._peak = 0.0
         self.pairs = 0
 
     def add(self, first: Sequence[int], second: Sequence[int]) -> None:
@@ -97,17 +97,12 @@ class PairEvidence:
         mean = top + math.log(sum(math.exp(each - top) for each in self._log.values()) / len(self._log))
         self._peak = max(self._peak, mean)
 
-    @property
-    def p_value(self) -> float:
-        """Anytime-valid: see `Evidence.p_value`."""
-        return min(1.0, math.exp(-self._peak))
-
     def to_dict(self) -> dict[str, Any]:
         """Values for JSON."""
         best = {name: max(self._log[name, stake] for stake in _STAKES) for name in (*_FEATURES, "learned")}
         return {
             "pairs": self.pairs,
-            "e_value": math.exp(min(self._peak, 700.0)),
+            "e_value": self.e_value,
             "p_value": self.p_value,
             "features": {name: math.exp(min(log, 700.0)) for name, log in best.items()},
         }
@@ -191,7 +186,7 @@ class _Pair:
             self.progress(check.name, min(found.tokens, most), most)
 
     def _asked(self, check: Check, number: int, which: int) -> Coroutine[Any, Any, Reply]:
-        fields: dict[str, Any] = {"temperature": 1.0, "max_tokens": self.options.max_tokens, **check.fields}
+        fields = check.request(self.options.max_tokens)
         if check.seeded or self.options.seeds:
             fields["seed"] = 2 * (self.options.seed * 1_000_000 + number) + which
         return self.servers[which].complete((), self.texts[number % len(self.texts)], fields)

@@ -238,22 +238,22 @@ class Audit:
         return [made[number] if reply is None else reply for number, reply in zip(batch, kept, strict=True)]
 
     async def _one(self, check: Check, number: int) -> Reply | str:
-        place = number % len(self._prompts)
         try:
-            return await self._client.complete(self._prompts[place], self._texts[place], self._fields(check, number))
+            return await self._client.complete(*self._asked(check, number))
         except Refused as error:
             return str(error)
 
-    def _fields(self, check: Check, number: int) -> dict[str, Any]:
-        fields = {"temperature": 1.0, "max_tokens": self._options.max_tokens, **check.fields}
+    def _asked(self, check: Check, number: int) -> tuple[list[int], str, dict[str, Any]]:
+        """A prompt as token ids and as text, and the fields of a request."""
+        fields = check.request(self._options.max_tokens)
         if check.seeded or self._options.seeds:
             place = list(self.checks).index(check.name)
             fields["seed"] = (self._options.seed * len(self.checks) + place) * 1_000_000 + number
-        return fields
+        which = number % len(self._prompts)
+        return self._prompts[which], self._texts[which], fields
 
     def _request(self, check: Check, number: int) -> dict[str, Any]:
-        place = number % len(self._prompts)
-        return self._client.body(self._prompts[place], self._texts[place], self._fields(check, number))
+        return self._client.body(*self._asked(check, number))
 
     def _take(
         self,
