@@ -96,10 +96,7 @@ def _audited(
     load: Callable[[], Loaded],
     run: Callable[[Loaded], dict[str, list[Any]]],
 ) -> Report:
-    """The audit of a package, if one of its names is installed and has the rule.
-
-    `load` imports the rule; `run` takes what was loaded, and gives the lists of the report.
-    """
+    """The audit of a package, if one of its names is installed and the rule loads; `run` makes its lists."""
     version = next(filter(None, map(_version, packages)), None)
     if version is None:
         return Report(name, None, rule, "not installed")
@@ -256,10 +253,7 @@ def sglang_verify(
 
 
 def audit_sglang(name: str = "sglang", *, full: bool = False, **options: Any) -> Report:
-    """Test SGLang's token verification on the suite by statistics; Triton's interpreter runs it without a GPU.
-
-    `options` are the rule's; with `block_verification` it is another one.
-    """
+    """Test SGLang's token verification on the suite by statistics, or with an option its block verification."""
 
     def load() -> Callable[..., Any]:
         rule = _sglang_rule()

@@ -44,10 +44,7 @@ DRAFT: Rows = {(0,): [0.3, 0.0, 0.7], (1,): [0.0, 0.8, 0.2], (2,): [0.6, 0.4, 0.
 
 
 class Toy(NamedTuple):
-    """A toy drafter or stopper: what makes it, and how many output tokens are enumerated.
-
-    The time is exponential in that number. Of a drafter and a stopper the smaller one counts.
-    """
+    """A toy drafter or stopper; the time to enumerate is exponential in its number of output tokens."""
 
     make: Callable[..., Any]
     tokens: int = 3
@@ -104,10 +101,7 @@ UNSTOPPED = tuple(name for name in DRAFTERS if name in PARTS and not PARTS[name]
 
 @dataclass(frozen=True)
 class Composition:
-    """One drafter, stopper and rule, by their names; drafters without a stopper have an empty one.
-
-    `refused` is the engine's message if it refuses the composition; `slow` says whether its enumeration takes minutes.
-    """
+    """One drafter, stopper and rule by their names, with the engine's message where it refuses the composition."""
 
     drafter: str
     stopper: str

@@ -148,10 +148,7 @@ def _with_assistant() -> Subject:
 
 
 class Generator(NamedTuple):
-    """A generator of drafts: the name of its class, models for it, and a number of sampled tokens.
-
-    They are so many that drafts of two tokens are verified.
-    """
+    """A generator of drafts: its class, models for it, and so many tokens that drafts of two are verified."""
 
     rule: str
     make: Callable[[], Subject]
@@ -169,12 +166,7 @@ ALL = {
 
 
 def load(generator: Generator) -> Subject:
-    """The models of a generator, after a trial in which it must draft.
-
-    Raises:
-        ImportError: this version of transformers has no such generator.
-        RuntimeError: no draft was verified.
-    """
+    """The models of a generator, which this version of transformers must have, after a trial in which it must draft."""
     if not hasattr(importlib.import_module(MODULE), generator.rule):
         raise ImportError("it is not in this version")
     subject, widths = generator.make(), set[int]()

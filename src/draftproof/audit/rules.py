@@ -132,10 +132,7 @@ class RuleLine:
 
 @dataclass(frozen=True)
 class ClaimLine:
-    """The result for a statement about two rules, an "identity" or an "ordering".
-
-    `value` is the largest total variation of an identity, or the smallest margin of an ordering.
-    """
+    """The result for a statement about two rules: the largest distance of an identity, an ordering's least margin."""
 
     kind: str
     claim: str
@@ -214,10 +211,7 @@ def all_rules() -> dict[str, Rule]:
 
 
 class Audit:
-    """Enumerations of rules on the suite, each made once.
-
-    Rules with a state are enumerated in the engine, on the pairs named in `in_engine`; None for all.
-    """
+    """Enumerations of rules on the suite, each made once; rules with a state in the engine, on some of the pairs."""
 
     def __init__(self, pairs: Sequence[ToyPair], in_engine: Collection[str] | None = None) -> None:
         self.pairs = pairs

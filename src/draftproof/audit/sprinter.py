@@ -108,10 +108,7 @@ def _rows(pair: ModelPair, seed: int, numbers: range) -> JudgeRows:
 
 
 def examine(name: str, verifier: str, pair: ModelPair, head: Head) -> SprinterLine:
-    """Enumerate the distribution of the first token after every context, and compare it with the theorem.
-
-    The rows of the pair's table models depend on the last ORDER tokens.
-    """
+    """Enumerate the distribution of the first token after every context, and compare it with the theorem."""
     contexts = list(itertools.product(range(VOCAB), repeat=ORDER))
     p, q, passed = (torch.stack(parts) for parts in zip(*(_at(pair, head, c) for c in contexts), strict=True))
     found = torch.stack([first_token_distribution(pair, head, context) for context in contexts])

@@ -14,10 +14,7 @@ from draftproof.errors import UserError, is_panic
 
 @dataclass(frozen=True)
 class Result:
-    """The answer to a row: rows of the output, one, or one for each continuation of a prompt.
-
-    `failed` says whether one of them holds an error.
-    """
+    """The answer to a row: rows of the output, one, or one for each continuation, and whether one has an error."""
 
     id: str | int
     rows: Sequence[Values]
@@ -41,11 +38,7 @@ class _Open:
 
 
 class Answerer:
-    """Answers rows with one engine, which nobody else should use meanwhile.
-
-    Raises:
-        UserError: options that do not fit the model; lines of an OpenAI batch file without the extra `serve`.
-    """
+    """Answers rows with one engine, which nobody else should use meanwhile."""
 
     def __init__(self, engine: DecodingLoop, options: RowOptions) -> None:
         self._engine = engine

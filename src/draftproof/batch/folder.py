@@ -110,10 +110,7 @@ class AnswerFolder:
 
     @contextmanager
     def open(self, run: Mapping[str, Any]) -> Iterator[None]:
-        """Take results inside the block; what has come is on the disk after it, however it ends.
-
-        `run` are facts about this run for the manifest. A UserError says that another process has the folder open.
-        """
+        """Take results inside the block, one process at a time; what has come is on the disk after it."""
         with ExitStack() as stack:
             with self._writing():
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -138,10 +135,7 @@ class AnswerFolder:
                 file.unlink(missing_ok=True)
 
     def parts(self) -> list[Path]:
-        """The files with rows, in order.
-
-        Another file whose name begins as theirs is refused: who reads the folder would take it for one.
-        """
+        """The files with rows, in order; others that begin so are refused: a reader would take them for rows."""
         found = sorted(self.path.glob(f"{_PART}*"))
         for file in found:
             if not re.fullmatch(rf"{_PART}[0-9]{{6,15}}\.{self._form}", file.name):

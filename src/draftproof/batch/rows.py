@@ -62,10 +62,7 @@ class RowOptions:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a row asks of the engine: arguments of `DecodingLoop.add`.
-
-    `more` is what the form of the rows needs for the answer.
-    """
+    """What a row asks of the engine, as `DecodingLoop.add` takes it, and what the form of the rows needs besides."""
 
     prompts: Sequence[Prompt]
     params: SamplingParams
@@ -99,11 +96,7 @@ def row_seed(seed: int, name: str | int) -> int:
 
 
 class PromptRows(RowForm):
-    """Rows with a prompt: a text, token ids, or the messages of a chat.
-
-    Raises:
-        UserError: sampling parameters that are out of range, or a chat without a template.
-    """
+    """Rows with a prompt: a text, token ids, or the messages of a chat."""
 
     def __init__(self, engine: DecodingLoop, options: RowOptions) -> None:
         self._engine = engine

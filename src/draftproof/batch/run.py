@@ -27,10 +27,7 @@ Answers = Callable[[Iterable[Row]], Generator[list[Result], None, None]]
 
 @dataclass
 class Summary:
-    """What a run did: rows that had an output `before`, those that it has `answered`, and of these those with an error.
-
-    `seconds` are without loading.
-    """
+    """What a run did: rows with an output before it, those that it has answered, and of these those with an error."""
 
     rows: int
     before: int

@@ -14,10 +14,7 @@ _PROMPT, _FURTHER = ">>> ", "... "
 
 
 class LineReader:
-    """Reads what a user enters; what was entered before comes back with the arrow keys, and is kept in no file.
-
-    `is_open` says whether a text goes on in the next line; `completions` are words in place of the last one of a line.
-    """
+    """Reads what a user enters; what was entered before comes back with the arrow keys, and is kept in no file."""
 
     def __init__(self, is_open: Callable[[str], bool], completions: Callable[[str], list[str]]) -> None:
         self._session: PromptSession[str] = PromptSession(

@@ -24,10 +24,7 @@ _AGAIN = "Ctrl-D or /exit leaves"
 
 
 class Screen:
-    """Shows what comes of a conversation: answers on stdout, all else on stderr.
-
-    `show_drafts` colours the tokens that were drafted and accepted; `quiet` leaves out the line after each answer.
-    """
+    """Shows what comes of a conversation: answers on stdout, all else on stderr."""
 
     def __init__(self, conversation: Conversation, *, show_drafts: bool, quiet: bool) -> None:
         self._conversation = conversation

@@ -44,10 +44,7 @@ class Failure:
 def as_inputs(
     engine: Engine, sources: Sequence[PromptText], *, chat: bool | None, system: str | None
 ) -> tuple[list[PromptInput], str]:
-    """The prompts for the engine, and a notice where the chat template is applied although no option says so.
-
-    `chat` says whether to apply the template; None applies it if there is one. A system message needs it.
-    """
+    """The prompts for the engine, and a notice where the chat template is applied although no option says so."""
     applied = system is not None or (engine.prompts.has_template if chat is None else chat)
     if not applied:
         return [PromptInput(source.text, source.where) for source in sources], ""
@@ -61,10 +58,7 @@ def as_inputs(
 
 @dataclass(frozen=True)
 class GenerateRun:
-    """One call of the command, after everything is loaded: decode, print, compare.
-
-    `given` are names of the sampling parameters that the user has set; with_plain compares with plain decoding.
-    """
+    """One call of the command, after everything is loaded: decode, print, compare."""
 
     engine: Engine
     inputs: Sequence[PromptInput]

@@ -38,8 +38,7 @@ CHAT_SAMPLING = replace(
 def sampling_options(command: Callable[..., Any], *, options: Options = SAMPLING) -> Callable[..., Any]:
     """Replace the parameter `sampling` of a typer command by one option for each field of SamplingParams.
 
-    The command gets a dictionary by field; fields that are left to the model are not in it. Values that SamplingParams
-    refuses are a typer.BadParameter.
+    The command gets a dictionary by field; fields that are left to the model are not in it.
     """
 
     @functools.wraps(command)

@@ -53,10 +53,7 @@ def refuse_stateful(processors: Sequence[Any]) -> None:
 def as_params(
     processors: Sequence[Any], *, width: int, padding: Sequence[int], eos: Sequence[int]
 ) -> dict[str, Any] | None:
-    """The sampling parameters that mean what these processors do in this order; None where there are none.
-
-    `width` is that of the padded prompts, `padding` that of each row, and `eos` are the tokens that end a row.
-    """
+    """The sampling parameters that mean what these processors do in this order; None where there are none."""
     given: dict[str, Any] = {}
     place = 0
     for each in processors:

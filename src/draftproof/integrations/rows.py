@@ -22,10 +22,7 @@ from draftproof.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Ends:
-    """Where rows end: at a number of tokens, padding and prompt included, at EOS, or where a criterion says so.
-
-    Each of the criteria is called after every token with the row alone.
-    """
+    """Where rows end: at a number of tokens, padding and prompt included, at EOS, or where a criterion says so."""
 
     max_length: int
     eos: tuple[int, ...]
@@ -57,10 +54,7 @@ class Ends:
 
 
 class CriteriaCutter(Cutter):
-    """A cutter that also asks stopping criteria after every token, with input_ids [1, length] and no scores.
-
-    `prefix` is the row before its first new token, padding included.
-    """
+    """A cutter that also asks stopping criteria after every token, with input_ids [1, length] and no scores."""
 
     def __init__(
         self, params: SamplingParams, criteria: Sequence[Any], prefix: Sequence[int], device: torch.device
@@ -82,11 +76,7 @@ class CriteriaCutter(Cutter):
 def prompts_of(
     input_ids: Int[Tensor, "rows length"], mask: Int[Tensor, "rows length"] | None, positions: Tensor | None
 ) -> list[list[int]]:
-    """The tokens of each row without its padding, which stands on the left.
-
-    Raises:
-        UserError: other padding, a row without tokens, positions that do not count the row's tokens.
-    """
+    """The tokens of each row without its padding, which must stand on the left."""
     rows: list[list[int]] = input_ids.tolist()
     if mask is None:
         pads = [0] * len(rows)
@@ -144,10 +134,7 @@ def params_of(
 
 
 class Rows:
-    """The rows of one call while they are decoded, in an engine that nobody else uses meanwhile.
-
-    `prompts` are without padding; the token `pad` fills rows that end early.
-    """
+    """The rows of one call while they are decoded, in an engine that nobody else uses meanwhile."""
 
     def __init__(
         self,
@@ -175,11 +162,7 @@ class Rows:
             raise
 
     def columns(self) -> Iterator[Int[Tensor, " rows"]]:
-        """The new tokens of all rows, one place after another, as soon as every row has come that far.
-
-        Raises:
-            UserError: a row failed, by its number; all are given up.
-        """
+        """The new tokens of all rows, one place after another, as soon as every row has come that far."""
         place = 0
         try:
             while True:

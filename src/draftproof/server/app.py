@@ -58,10 +58,7 @@ _Tokenized = TypeVar("_Tokenized", CountBody, TokenizeBody, DetokenizeBody)
 
 
 class Server:
-    """One engine, which nobody else may use from now on, and what answers for it.
-
-    `hidden` are names that no answer may show, such as the directory of the model.
-    """
+    """One engine, which nobody else may use from now on, and what answers for it; names in `hidden` are not shown."""
 
     def __init__(self, engine: DecodingLoop, settings: Settings, model: str, hidden: Sequence[str] = ()) -> None:
         self.engine = engine

@@ -21,11 +21,7 @@ _Read = TypeVar("_Read", bound=Body)
 
 
 async def body_of(request: Request, kind: type[_Read], most: int, *, lenient: bool) -> _Read:
-    """The body of a request, whose bytes have not been read, of `most` bytes; `lenient` leaves out unknown fields.
-
-    Raises:
-        ApiError: it is too large, no JSON, or not of this kind.
-    """
+    """The body of a request, of at most so many bytes; `lenient` leaves out unknown fields, which else are refused."""
     content = await bytes_of(request, most)
     return validated(kind, _parsed(content, request.headers.get("content-type", "")), lenient=lenient)
 

@@ -19,10 +19,7 @@ _SECONDS = 2.0
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a client must know of a server: its address without a path, and its model with numbers of tokens.
-
-    `output` are the most tokens of an answer; `reasoning` says whether what the model reasons is divided from it.
-    """
+    """What a client must know of a server: its address without a path, and its model with numbers of tokens."""
 
     url: str
     name: str

@@ -17,10 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class Connections:
-    """The open connections of a server, `most` of them; beyond, the one that has been idle longest is closed.
-
-    Where each of them serves a request, a few more may ask for the server's health.
-    """
+    """The open connections: beyond `most` the one idle longest is closed, or a few may ask for the server's health."""
 
     def __init__(self, most: int) -> None:
         self.most = most

@@ -35,10 +35,7 @@ class Lost(Exception):  # noqa: N818 - what became of a server, not a mistake of
 
 @dataclass(frozen=True)
 class Asked:
-    """An HTTP request on its way to a server: its ASGI scope without what cannot be sent, and its whole body.
-
-    A router may read its prompt, or the texts of its messages, by the name `prompt`.
-    """
+    """An HTTP request on its way to a server: ASGI's scope, the body, and a prompt by which a router may choose."""
 
     prompt: str
     scope: Mapping[str, object]

@@ -48,10 +48,7 @@ class ToolSet:
     specials: dict[str, int]
 
     def grammar(self, form: dict[str, Any] | None) -> str:
-        """The grammar of the answer, in Lark's notation as llguidance reads it.
-
-        `form` is a JSON schema for an answer that is no call; None for any text.
-        """
+        """The grammar of the answer as llguidance reads it; one that is no call fits a JSON schema, if given."""
         grammar = Grammar(self.specials)
         try:
             calls = self.format.terms(grammar, self.functions, several=self.several)
@@ -85,10 +82,7 @@ class ToolSet:
         return [f"start: TEXT | before {calls}", f"before[lazy]: TEXT {grammar.text(marker)}", f"TEXT: /{ANY_TEXT}/"]
 
     def form(self, *, formed: bool) -> str:
-        """A pattern of what an answer's form begins with; the empty one where all of the answer has a form.
-
-        `formed` says whether an answer that is no call has a form, too.
-        """
+        """A pattern of what an answer's form begins with; the empty one where one that is no call is `formed`, too."""
         if self.must or formed:
             return ""
         return re.escape(self.format.marker) or rf"\A{re.escape(self.format.first)}"
@@ -97,10 +91,7 @@ class ToolSet:
 @no_type_check  # as the class it extends
 @dataclass(frozen=True, kw_only=True)
 class ToolParams(SamplingParams):
-    """Sampling parameters of an answer that may be text, in which stop strings count, and then calls.
-
-    `begins` is a pattern of what the answer's form begins with.
-    """
+    """Sampling parameters of an answer that may be text, in which stop strings count, then what a pattern begins."""
 
     begins: str = ""
 
@@ -116,11 +107,7 @@ class ToolParams(SamplingParams):
 
 
 def tool_set(body: ChatBody, tokenizer: Any, given: str) -> ToolSet | None:
-    """What a request says of tools, in the format of a name or of "auto"; None where the model is not shown any.
-
-    Raises:
-        ApiError: fields that do not fit together, or a model that knows no tools.
-    """
+    """What a request says of tools, in the format of a name or of "auto"; None where the model is not shown any."""
     choice, tools = body.tool_choice, body.tools or None
     if tools is None:
         _refuse_unneeded(body)

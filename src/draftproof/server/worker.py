@@ -533,10 +533,7 @@ class EngineWorker:
 
 
 def pieces_of(request: Request, index: int, reported: int = 0) -> list[Piece]:
-    """The chunks of a request that nobody has taken yet, as pieces of a continuation.
-
-    They are taken away; earlier pieces have the log-probabilities of the first `reported` tokens.
-    """
+    """Take the chunks of a request as pieces; earlier ones have log-probabilities of the first `reported` tokens."""
     made = []
     while request.chunks:
         chunk = request.chunks.popleft()

@@ -32,11 +32,7 @@ class Refused(Exception):  # noqa: N818 - an answer of the server, not a failure
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer of the server.
-
-    `stop_reason` is vLLM's field: which stop token or string ended it. Servers need not give the sampled token ids, nor
-    their count.
-    """
+    """One answer of the server, which need not give the sampled token ids, nor their count."""
 
     text: str
     finish: str | None

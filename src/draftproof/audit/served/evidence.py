@@ -30,11 +30,7 @@ SHARES = (0.9, 0.5, 0.2, 0.1, 0.05, 0.02)
 
 @dataclass(frozen=True)
 class Excluded:
-    """What is known about one kind of fault.
-
-    `share` is the smallest share of tokens that is excluded, None where no share is; `evidence` the largest wealth of
-    a bet on this kind, at any time.
-    """
+    """What is known about a kind of fault: the smallest share that is excluded, the largest wealth of a bet on it."""
 
     kind: str
     share: float | None

@@ -23,10 +23,7 @@ _MATCHES = (3, 2, 1)  # lengths of the passages that "lookup" matches, longest f
 
 @dataclass(frozen=True)
 class Answer:
-    """The contexts of one answer: logits in the context of each sampled token, of the draft model where there is one.
-
-    `transforms` are the request's sampling parameters, bound to the prompt.
-    """
+    """The contexts of one answer: logits for each sampled token, of a draft model too, and transforms."""
 
     prompt: Sequence[int]
     tokens: Sequence[int]

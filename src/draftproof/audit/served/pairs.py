@@ -72,10 +72,7 @@ class Learned:
 
 
 class PairEvidence(Wealth):
-    """The wealth of all bets on differences between two servers.
-
-    `slack`: by how much the means of a feature may differ between right servers; `most`: tokens of an answer.
-    """
+    """The wealth of all bets on differences between two servers, whose means may differ by a slack."""
 
     def __init__(self, slack: float, most: int) -> None:
         self._slack = slack

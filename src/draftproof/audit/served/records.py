@@ -16,11 +16,7 @@ FILE = "answers.jsonl"
 
 
 class Records:
-    """Answers by check and number, kept in a folder, or in memory only.
-
-    Raises:
-        UserError: the folder holds answers of an audit with other settings, or cannot be written.
-    """
+    """Answers by check and number, kept in a folder, or in memory only; a folder of other settings is refused."""
 
     def __init__(self, folder: Path | None, settings: Mapping[str, Any]) -> None:
         self._found: dict[tuple[str, int], dict[str, Any]] = {}

@@ -26,10 +26,7 @@ from draftproof.tree import TokenTree
 
 @dataclass(frozen=True)
 class Gap:
-    """Where the sampled token of a greedy answer is not the most likely one.
-
-    `behind`: by how much its logit is smaller, after the transforms that change logits.
-    """
+    """Where the sampled token of a greedy answer is not the most likely one, and how far its logit is behind."""
 
     place: int
     token: int

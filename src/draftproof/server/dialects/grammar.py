@@ -19,10 +19,7 @@ SPACED = {
 
 
 class Grammar:
-    """Rules of one grammar, in `lines`; equal ones are one rule.
-
-    `specials` are ids of the special tokens that stand for texts of the dialect.
-    """
+    """Rules of one grammar; equal ones are one rule. Special tokens that stand for texts of the dialect have ids."""
 
     def __init__(self, specials: Mapping[str, int]) -> None:
         self._specials = specials
@@ -68,10 +65,7 @@ class Grammar:
         return self.rule(f"%lark {{\n{text}\n}}")
 
     def raw(self, patterns: Sequence[str], end: str, *, without: Sequence[str] = ()) -> str:
-        """Terms for any text up to where `end` stands first, and for that end.
-
-        The text fits all `patterns`, and none of those in `without`.
-        """
+        """Terms for a text that fits all patterns and none of those in `without`, up to `end`, and for that."""
         special = self._special.search(end)
         lazy = special is None and not without and all(each.startswith(NO_LEAST) for each in patterns)
         inner = [] if lazy else [f"~/{ANY_TEXT}{regex_of(end)}{ANY_TEXT}/"]

@@ -102,11 +102,7 @@ class Member:
 
 
 def alternatives(schema: Schema, root: Schema) -> list[Alternative]:
-    """The ways in which a value may fit a schema, whose references point into `root`.
-
-    Raises:
-        UserError: a reference that leads nowhere or around, or a keyword that only a reader of whole values could obey.
-    """
+    """The ways in which a value may fit a schema; a UserError where a reference or keyword cannot be followed."""
     return _alternatives(schema, root, 0, itertools.count())
 
 

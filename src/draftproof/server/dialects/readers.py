@@ -113,10 +113,7 @@ class Tags:
 
 
 class TaggedReader(Reader):
-    """Arguments between tags: texts without quotes, other values as JSON.
-
-    `about` gives the name of an argument and the kinds of JSON values that it may be, by what stands before the value.
-    """
+    """Arguments between tags: texts without quotes, other values as JSON."""
 
     def __init__(self, tags: Tags, about: Callable[[str], tuple[str, frozenset[str]]]) -> None:
         super().__init__()
