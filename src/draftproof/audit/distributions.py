@@ -33,15 +33,12 @@ class Pair(Protocol):
     @property
     def vocab(self) -> int:
         """Number of tokens."""
-        ...
 
     def p(self, context: Context, /) -> Tensor:
         """The target's next-token row."""
-        ...
 
     def q(self, context: Context, /) -> Tensor:
         """The draft's next-token row."""
-        ...
 
 
 class Drafts(NamedTuple):

@@ -15,10 +15,9 @@ from draftproof.batch.source import Row
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.request import Request
 from draftproof.provenance import digest
-from draftproof.server.api.answer import Answer
+from draftproof.server.api.answer import Answer, Endpoint, Form
 from draftproof.server.api.chat import CHAT
 from draftproof.server.api.completions import COMPLETIONS
-from draftproof.server.api.form import Endpoint, Form
 from draftproof.server.api.responses import RESPONSES
 from draftproof.server.api.token_text import TokenText
 from draftproof.server.errors import ApiError

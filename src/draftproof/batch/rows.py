@@ -79,15 +79,12 @@ class RowForm(Protocol):
 
     def ask(self, row: Row) -> Asked:
         """What a row asks; whatever it raises, `refused` says in the row's output."""
-        ...
 
     def answer(self, row: Row, asked: Asked, requests: Sequence[Request]) -> tuple[list[Values], bool]:
         """The output rows of finished requests, and whether one of them failed."""
-        ...
 
     def refused(self, row: Row, error: BaseException) -> Values:
         """The output row of a row that could not be asked."""
-        ...
 
 
 def row_seed(seed: int, name: str | int) -> int:

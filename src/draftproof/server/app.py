@@ -30,10 +30,9 @@ from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import LEAVING, UserError
 from draftproof.peak import ReleaseTimes, release_freed_memory, resident
 from draftproof.server import schemas
-from draftproof.server.api.answer import Answer
+from draftproof.server.api.answer import Answer, Endpoint, Form
 from draftproof.server.api.chat import CHAT
 from draftproof.server.api.completions import COMPLETIONS
-from draftproof.server.api.form import Endpoint, Form
 from draftproof.server.api.messages import MESSAGES, MessagesAnswer, MessagesError, TokenCount
 from draftproof.server.api.messages_request import CountBody, MessagesBody, chat_to_count
 from draftproof.server.api.responses import RESPONSES

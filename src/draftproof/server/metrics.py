@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
@@ -79,20 +81,19 @@ class Metrics:
         self.whole_time.observe(seconds)
         self.answer_sizes.observe(tokens)
 
-    def decoded(self, before: Counted, stats: Stats) -> Counted:
-        """Count what a continuation's statistics have gained since they were counted last."""
-        now = Counted(stats)
-        self.generation_tokens.inc(now.tokens - before.tokens)
-        self.target_calls.inc(now.calls - before.calls)
-        if now.draft_tokens > before.draft_tokens:
-            self.drafts.inc(now.drafts - before.drafts)
-            self.draft_tokens.inc(now.draft_tokens - before.draft_tokens)
-            self.accepted_tokens.inc(now.accepted - before.accepted)
-            for place, count in enumerate(now.by_place):
-                gained = count - (before.by_place[place] if place < len(before.by_place) else 0)
-                if gained:
-                    self._by_place.labels(self._model, str(place)).inc(gained)
-        return now
+    def decoded(self, before: Stats, now: Stats) -> Stats:
+        """Count what a continuation's statistics have gained since they were counted last; a copy of them."""
+        self.generation_tokens.inc(now.num_tokens - before.num_tokens)
+        self.target_calls.inc(now.num_target_calls - before.num_target_calls)
+        if now.num_draft_tokens > before.num_draft_tokens:
+            self.drafts.inc(now.num_drafts - before.num_drafts)
+            self.draft_tokens.inc(now.num_draft_tokens - before.num_draft_tokens)
+            self.accepted_tokens.inc(now.num_accepted_tokens - before.num_accepted_tokens)
+            counts = zip_longest(now.num_accepted_tokens_per_pos, before.num_accepted_tokens_per_pos, fillvalue=0)
+            for place, (count, counted) in enumerate(counts):
+                if count > counted:
+                    self._by_place.labels(self._model, str(place)).inc(count - counted)
+        return replace(now, num_accepted_tokens_per_pos=[*now.num_accepted_tokens_per_pos])
 
     def holds(self, memory: MemoryUse) -> None:
         """Show the memory of keys and values; the share stays 0 where there is no limit."""
@@ -138,17 +139,3 @@ class _Together(Collector):
 def together(pages: Mapping[str, str], label: str) -> bytes:
     """One page of the metrics of several servers, whose pages are given by name; `label` has a sample's server."""
     return generate_latest(_Together(pages, label))
-
-
-class Counted:
-    """The statistics of a continuation that are in the metrics already."""
-
-    __slots__ = ("accepted", "by_place", "calls", "draft_tokens", "drafts", "tokens")
-
-    def __init__(self, stats: Stats) -> None:
-        self.tokens = stats.num_tokens
-        self.calls = stats.num_target_calls
-        self.drafts = stats.num_drafts
-        self.draft_tokens = stats.num_draft_tokens
-        self.accepted = stats.num_accepted_tokens
-        self.by_place = tuple(stats.num_accepted_tokens_per_pos)

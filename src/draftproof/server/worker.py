@@ -28,7 +28,7 @@ from draftproof.engine.threads import release_team
 from draftproof.errors import ContextError, NoTokenError, RequestError, UserError
 from draftproof.sampling import TokenLogprob
 from draftproof.server.errors import ApiError, failed, overloaded, stopping, too_late
-from draftproof.server.metrics import Counted, Metrics
+from draftproof.server.metrics import Metrics
 from draftproof.server.parse_request import ParsedRequest
 
 _log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class _Continuation:
     dropped: bool = False
     last: float = 0.0
     logprobs: int = 0
-    counted: Counted = field(default_factory=lambda: Counted(Stats()))
+    counted: Stats = field(default_factory=Stats)  # what is in the metrics already
 
 
 class _Queue:
@@ -473,7 +473,7 @@ class EngineWorker:
             self._metrics.prefix_queries.inc(row.request.prompt_length)
             self._metrics.prefix_hits.inc(row.request.reused)
         else:
-            made = row.request.stats.num_tokens - row.counted.tokens
+            made = row.request.stats.num_tokens - row.counted.num_tokens
             self._metrics.between_tokens.observe((now - row.last) / max(made, 1))
         row.last = now
         row.counted = self._metrics.decoded(row.counted, row.request.stats)

@@ -9,8 +9,7 @@ from typing_extensions import override
 
 from draftproof.sampling import TokenLogprob
 from draftproof.server import schemas
-from draftproof.server.api.answer import Answer, Continuation, Parts
-from draftproof.server.api.form import Endpoint, itself
+from draftproof.server.api.answer import Answer, Continuation, Endpoint, Parts, itself
 from draftproof.server.api.openai import LEAST, OpenAIForm, asked_for, prompt_logprobs
 from draftproof.server.tools import CallPart
 from draftproof.server.worker import Piece

@@ -10,8 +10,7 @@ from typing_extensions import override
 
 from draftproof.sampling import TokenLogprob
 from draftproof.server import schemas
-from draftproof.server.api.answer import Answer, Parts
-from draftproof.server.api.form import Endpoint, itself
+from draftproof.server.api.answer import Answer, Endpoint, Parts, itself
 from draftproof.server.api.openai import LEAST, OpenAIForm, asked_for, prompt_logprobs
 from draftproof.server.worker import Piece
 

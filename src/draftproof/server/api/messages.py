@@ -9,8 +9,7 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 from typing_extensions import override
 
-from draftproof.server.api.answer import Answer, Continuation, Parts
-from draftproof.server.api.form import Endpoint, Form
+from draftproof.server.api.answer import Answer, Continuation, Endpoint, Form, Parts
 from draftproof.server.api.messages_request import MessagesBody, chat_to_answer
 from draftproof.server.api.openai import json_event
 from draftproof.server.errors import ApiError, anthropic_body

@@ -10,8 +10,7 @@ from typing import Any
 from fastapi.sse import format_sse_event
 from typing_extensions import override
 
-from draftproof.server.api.answer import Answer, Parts
-from draftproof.server.api.form import Form
+from draftproof.server.api.answer import Answer, Form, Parts
 from draftproof.server.errors import ApiError
 from draftproof.server.schemas import PromptLogprob, PromptLogprobs, SamplingFields, StreamOptions, Usage
 from draftproof.server.worker import Piece
@@ -30,12 +29,10 @@ class OpenAIForm(Form):
     @abstractmethod
     def first(self, answer: Answer) -> Iterator[dict[str, Any]]:
         """The choices of the chunks before the first piece."""
-        ...
 
     @abstractmethod
     def choice(self, answer: Answer, piece: Piece, parts: Parts) -> dict[str, Any]:
         """The choice of the chunk for a piece."""
-        ...
 
     @override
     def opening(self, answer: Answer) -> bytes:

@@ -16,9 +16,8 @@ from typing_extensions import override
 
 from draftproof.sampling import TokenLogprob
 from draftproof.server.api import responses_schemas as schemas
-from draftproof.server.api.answer import Answer, Parts
+from draftproof.server.api.answer import Answer, Endpoint, Form, Parts
 from draftproof.server.api.chat import chat_logprobs
-from draftproof.server.api.form import Endpoint, Form
 from draftproof.server.api.openai import json_event
 from draftproof.server.api.responses_chat import FREE, chat_of, several
 from draftproof.server.errors import ApiError
