@@ -9,7 +9,8 @@ from draftproof.batch.rows import Asked, PromptRows, RowForm, RowOptions, Values
 from draftproof.batch.source import Row
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.request import Request
-from draftproof.errors import UserError, is_panic
+from draftproof.errors import is_panic
+from draftproof.server.settings import require
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,4 @@ def _form(engine: DecodingLoop, options: RowOptions) -> RowForm:
 
 def require_server() -> None:
     """Refuse lines of an OpenAI batch file where the server's packages are missing."""
-    from importlib.util import find_spec
-
-    missing = [name for name in ("fastapi", "prometheus_client") if find_spec(name) is None]
-    if missing:
-        raise UserError(f"an OpenAI batch file needs {', '.join(missing)}: pip install 'draftproof[serve]'")
+    require("an OpenAI batch file", "fastapi", "prometheus_client")

@@ -48,25 +48,14 @@ class Metrics:
         self.whole_time = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _LONG)
         self.prompt_sizes = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self.answer_sizes = self._histogram("request_generation_tokens", "Tokens of a continuation.", _TOKENS)
-        self._ends = Counter(
-            "draftproof:request_success",
-            "Continuations that ended, by reason.",
-            ("model_name", "finished_reason"),
-            registry=self.registry,
-        )
-        self._by_place = Counter(
-            "draftproof:spec_decode_num_accepted_tokens_per_pos",
-            "Drafted tokens that were accepted, by their place in the draft.",
-            ("model_name", "position"),
-            registry=self.registry,
-        )
-
-        self._by_source = Counter(
-            "draftproof:generation_tokens_by_source",
+        self._ends = self._counter("request_success", "Continuations that ended, by reason.", "finished_reason")
+        about = "Drafted tokens that were accepted, by their place in the draft."
+        self._by_place = self._counter("spec_decode_num_accepted_tokens_per_pos", about, "position")
+        self._by_source = self._counter(
+            "generation_tokens_by_source",
             "Tokens that were generated, by where they came from: accepted ones from where they were drafted, others "
             "from the target.",
-            ("model_name", "source"),
-            registry=self.registry,
+            "source",
         )
 
     def made(self, source: str, accepted: int, tokens: int) -> None:
@@ -109,8 +98,10 @@ class Metrics:
     def _gauge(self, name: str, about: str) -> Gauge:
         return Gauge(f"draftproof:{name}", about, ("model_name",), registry=self.registry).labels(self._model)
 
-    def _counter(self, name: str, about: str) -> Counter:
-        return Counter(f"draftproof:{name}", about, ("model_name",), registry=self.registry).labels(self._model)
+    def _counter(self, name: str, about: str, *more: str) -> Counter:
+        """A counter of the model; one with more labels has a value for each of theirs."""
+        made = Counter(f"draftproof:{name}", about, ("model_name", *more), registry=self.registry)
+        return made if more else made.labels(self._model)
 
     def _histogram(self, name: str, about: str, buckets: Sequence[float | int]) -> Histogram:
         made = Histogram(f"draftproof:{name}", about, ("model_name",), registry=self.registry, buckets=buckets)

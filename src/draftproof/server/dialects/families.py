@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from draftproof.server.dialects.arguments import (
     Arguments,
@@ -17,11 +17,25 @@ from draftproof.server.dialects.arguments import (
 )
 from draftproof.server.dialects.grammar import Grammar, choice, dumped
 from draftproof.server.dialects.readers import Notation
-from draftproof.server.schemas import FreeFunction, Function
 
 _NAME = r"[\w.:/-]{1,128}"
 _ID = "{id}"  # in the texts of a dialect: where a call's id stands
 _IDS = {"any": "", "short": "[a-zA-Z0-9]{9}", "numbered": "[0-9]{1,4}"}
+
+
+@runtime_checkable
+class Signature(Protocol):
+    """What calls of a function look like; not its schema, as names of dialects are known without pydantic."""
+
+    name: str
+    parameters: dict[str, Any]
+
+
+@runtime_checkable
+class FreeSignature(Signature, Protocol):
+    """What calls look like whose one argument is a text with a grammar of its own, `lark`."""
+
+    lark: str
 
 
 @dataclass(frozen=True)
@@ -96,7 +110,7 @@ class Dialect:
         before, after = self.earlier
         return f"{before}{call.name}{after}{self.arguments.written(call.arguments)}{self.tail}"
 
-    def terms(self, grammar: Grammar, functions: Sequence[Function], *, several: bool) -> str:
+    def terms(self, grammar: Grammar, functions: Sequence[Signature], *, several: bool) -> str:
         """Terms of Lark for calls, without the marker; a UserError for parameters that the dialect cannot keep to."""
         call = grammar.rule(choice([self._call(grammar, each) for each in functions]))
         more = f"({self._text(grammar, self.between)} {call})*" if several else ""
@@ -108,10 +122,10 @@ class Dialect:
         after = "" if self.middle else r"(?=[^\w.:/-])"
         return re.compile(f"{self._pattern(before + self.head)}({_NAME}){self._pattern(self.middle)}{after}")
 
-    def _call(self, grammar: Grammar, function: Function) -> str:
+    def _call(self, grammar: Grammar, function: Signature) -> str:
         head = self._text(grammar, f"{self.head}{function.name}{self.middle}")
         dumped(function.parameters)  # refuses what is no JSON
-        if isinstance(function, FreeFunction):
+        if isinstance(function, FreeSignature):
             inner = self.arguments.free(grammar, function.parameters, function.lark)
         else:
             inner = self.arguments.terms(grammar, function.parameters)
