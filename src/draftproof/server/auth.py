@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftproof.errors import LEAVING, UserError
 from draftproof.server.errors import ApiError, crowded, error_answer, failed, is_anthropic, overloaded, quoted
-from draftproof.server.settings import Settings
+from draftproof.server.settings import Settings, read_text
 
 OPEN = frozenset({"/", "/health", "/ready"})  # paths that need no key
 _POLLED = frozenset({"/health", "/ready", "/metrics"})  # in the log only where something is wrong
@@ -41,10 +41,7 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     where = "the variable DRAFTPROOF_KEYS"
     if file is not None:
         where = str(file)
-        try:
-            found = file.read_text(encoding="utf-8").split()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read API keys from {file}: {getattr(error, 'strerror', None) or error}") from error
+        found = read_text(file, "API keys from").split()
         if not found:
             raise UserError(f"{file}: expected one API key per line, got none")
         keys += found

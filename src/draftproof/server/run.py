@@ -25,7 +25,7 @@ from draftproof.errors import UserError
 from draftproof.server.app import server_of
 from draftproof.server.connection import RESERVE, connection
 from draftproof.server.logs import flush_logs
-from draftproof.server.settings import Settings
+from draftproof.server.settings import Settings, read_text
 
 try:
     import resource
@@ -71,12 +71,7 @@ def address(listener: socket.socket) -> str:
 
 def use_template(engine: DecodingLoop, file: Path) -> None:
     """Give a model the chat template of a file."""
-    try:
-        template = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot read the chat template {file}: {why}") from error
-    engine.prompts.use_template(template)
+    engine.prompts.use_template(read_text(file, "the chat template"))
 
 
 class _Speaker(uvicorn.Server):

@@ -103,6 +103,14 @@ def require(what: str, *packages: str) -> None:
         raise UserError(f"{what} needs {', '.join(missing)}: pip install 'draftproof[serve]'")
 
 
+def read_text(file: Path, what: str) -> str:
+    """The text of a file, which an error calls by what it holds."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {what} {file}: {getattr(error, 'strerror', None) or error}") from error
+
+
 def served_name(target: str, given: str | None) -> str:
     """The model's name in the API: the given one, else the target's without its directory."""
     if given:
