@@ -7,7 +7,8 @@ from typing import Any
 import typer
 
 from draftproof.cli._options import Options, with_options
-from draftproof.cli._training import Json, Quiet, run
+from draftproof.cli._results import Quiet
+from draftproof.cli._training import Json, run
 from draftproof.training.drafter_artefact import make_drafter
 from draftproof.training.drafter_options import DrafterJob, Imitation, Shape, Texts
 from draftproof.training.feature_head import make_feature_head

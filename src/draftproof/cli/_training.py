@@ -10,12 +10,12 @@ import typer
 
 from draftproof.cli._libraries import quiet_libraries
 from draftproof.cli._pulling import obtain
+from draftproof.cli._results import watch_for
 from draftproof.training.drafter_options import DrafterJob
 from draftproof.training.feature_options import FeatureJob
 from draftproof.training.head_options import HeadJob
 
 Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
 
 _Job = TypeVar("_Job", DrafterJob, FeatureJob, HeadJob)
@@ -25,11 +25,9 @@ def run(
     make: Callable[[_Job, Any], dict[str, Any]], job: _Job, models: Sequence[str | None], *, as_json: bool, quiet: bool
 ) -> None:
     """Run a job, which reads models of these names, and print its figures and the path of its directory."""
-    from draftproof.progress import bar, silent
-
     with quiet_libraries():
         obtain(*models, quiet=quiet)
-        summary = make(job, silent if quiet else bar)
+        summary = make(job, watch_for(quiet=quiet))
     if as_json:
         typer.echo(json.dumps({"path": str(job.out), **summary}))
         return

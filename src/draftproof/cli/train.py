@@ -9,9 +9,10 @@ from typing import Any
 import typer
 
 from draftproof.cli._options import Options, with_options
+from draftproof.cli._results import Quiet
 from draftproof.cli._train_drafters import drafter, feature_head
 from draftproof.cli._train_evaluate import evaluate_drafter, evaluate_heads, evaluate_pair, evaluate_text
-from draftproof.cli._training import Json, Quiet, run
+from draftproof.cli._training import Json, run
 from draftproof.sampling import SamplingParams
 from draftproof.training.head_artefact import make_head, make_verifier_head
 from draftproof.training.head_options import HeadJob, Material

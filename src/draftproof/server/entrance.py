@@ -35,7 +35,7 @@ class Lost(Exception):  # noqa: N818 - what became of a server, not a mistake of
 
 @dataclass(frozen=True)
 class Asked:
-    """An HTTP request on its way to a server: ASGI's scope, the body, and a prompt by which a router may choose."""
+    """An HTTP request on its way to a server: ASGI's scope, the body, and the prompt, by which routers choose."""
 
     prompt: str
     scope: Mapping[str, object]

@@ -48,7 +48,7 @@ class ToolSet:
     specials: dict[str, int]
 
     def grammar(self, form: dict[str, Any] | None) -> str:
-        """The grammar of the answer as llguidance reads it; one that is no call fits a JSON schema, if given."""
+        """The grammar of the answer as llguidance reads it; `form` is a JSON schema for an answer that is no call."""
         grammar = Grammar(self.specials)
         try:
             calls = self.format.terms(grammar, self.functions, several=self.several)
@@ -82,7 +82,7 @@ class ToolSet:
         return [f"start: TEXT | before {calls}", f"before[lazy]: TEXT {grammar.text(marker)}", f"TEXT: /{ANY_TEXT}/"]
 
     def form(self, *, formed: bool) -> str:
-        """A pattern of what an answer's form begins with; the empty one where one that is no call is `formed`, too."""
+        """A pattern of what an answer's form begins with; empty where all of it has a form, as `formed` text does."""
         if self.must or formed:
             return ""
         return re.escape(self.format.marker) or rf"\A{re.escape(self.format.first)}"
@@ -91,7 +91,7 @@ class ToolSet:
 @no_type_check  # as the class it extends
 @dataclass(frozen=True, kw_only=True)
 class ToolParams(SamplingParams):
-    """Sampling parameters of an answer that may be text, in which stop strings count, then what a pattern begins."""
+    """Sampling parameters of an answer of text, where stop strings count, and then calls, which `begins` matches."""
 
     begins: str = ""
 

@@ -201,7 +201,7 @@ class LabelledArguments(TaggedArguments):
 
 
 class LiteralArguments(Arguments):
-    """Arguments in a notation of their own, such as Python's, with a letter after them; maybe in order of names."""
+    """Arguments in a notation of their own, such as Python's, with a letter after them; `by_name` sorts them."""
 
     def __init__(self, notation: Notation, end: str, *, by_name: bool = False) -> None:
         self._notation = notation
