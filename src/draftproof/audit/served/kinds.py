@@ -61,18 +61,6 @@ def _tempered(power: float) -> Maker:
     return made
 
 
-def _greedy(_: Answer, p: Rows) -> Rows:
-    return torch.zeros_like(p).scatter_(-1, p.argmax(-1, keepdim=True), 1.0)
-
-
-def _earlier(_: Answer, p: Rows) -> Rows:
-    return torch.cat([p[:1], p[:-1]])
-
-
-def _anything(_: Answer, p: Rows) -> Rows:
-    return torch.full_like(p, 1 / p.shape[-1])
-
-
 def _repeated(answer: Answer, p: Rows) -> Rows:
     text = [*answer.prompt, *answer.tokens]
     seen = torch.zeros_like(p)
@@ -120,14 +108,6 @@ def _q(answer: Answer, p: Rows) -> Rows:
     return answer.rows(draft=True) if answer.draft is not None else p
 
 
-def _residual(answer: Answer, p: Rows) -> Rows:
-    return _normalised((p - _q(answer, p)).clamp(min=0), p)
-
-
-def _overlap(answer: Answer, p: Rows) -> Rows:
-    return _normalised(torch.minimum(p, _q(answer, p)), p)
-
-
 def _wide_residual(steps: int) -> Maker:
     """p moved from the residual max(P p - q, 0) towards max(p - q, 0): a block rule that forgets its running ratio P.
 
@@ -159,9 +139,9 @@ def kinds_of(params: SamplingParams, *, drafted: bool) -> dict[str, Maker]:
     made: dict[str, Maker] = {
         "too cold": _tempered(1.5),
         "too hot": _tempered(0.7),
-        "greedy tokens": _greedy,
-        "row of the token before": _earlier,
-        "any token": _anything,
+        "greedy tokens": lambda _, p: torch.zeros_like(p).scatter_(-1, p.argmax(-1, keepdim=True), 1.0),
+        "row of the token before": lambda _, p: torch.cat([p[:1], p[:-1]]),
+        "any token": lambda _, p: torch.full_like(p, 1 / p.shape[-1]),
         "tokens repeated": _repeated,
         "looked-up drafts accepted": _lookup,
         "looked-up drafts refused": _no_lookup,
@@ -170,8 +150,8 @@ def kinds_of(params: SamplingParams, *, drafted: bool) -> dict[str, Maker]:
     if drafted:
         made |= {
             "drafts accepted": _q,
-            "drafts refused": _residual,
-            "only what both draw": _overlap,
+            "drafts refused": lambda answer, p: _normalised((p - _q(answer, p)).clamp(min=0), p),
+            "only what both draw": lambda answer, p: _normalised(torch.minimum(p, _q(answer, p)), p),
             "block residual without its ratio": _wide_residual(1),
             "block residual without its long ratio": _wide_residual(3),
         }

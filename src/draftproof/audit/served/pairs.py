@@ -25,28 +25,16 @@ _STAKES = (0.9, 0.5, 0.2, -0.2, -0.5, -0.9)
 _RECENT = 8
 
 
-def _length(tokens: Sequence[int], most: int) -> float:
-    return min(len(tokens) / most, 1.0)
-
-
-def _distinct(tokens: Sequence[int], _: int) -> float:
-    return len(set(tokens)) / max(len(tokens), 1)
-
-
-def _repeats(tokens: Sequence[int], _: int) -> float:
-    again = sum(token in tokens[max(0, place - _RECENT) : place] for place, token in enumerate(tokens))
-    return again / max(len(tokens), 1)
-
-
-def _lookups(tokens: Sequence[int], _: int) -> float:
-    return sum(looked_up(tokens[:place]) == token for place, token in enumerate(tokens)) / max(len(tokens), 1)
+def _share(tokens: Sequence[int], holds: Callable[[Sequence[int], int], bool]) -> float:
+    """The share of tokens for which something holds of the tokens before them and themselves."""
+    return sum(holds(tokens[:place], token) for place, token in enumerate(tokens)) / max(len(tokens), 1)
 
 
 _FEATURES: dict[str, Callable[[Sequence[int], int], float]] = {
-    "length": _length,
-    "distinct tokens": _distinct,
-    "recent tokens repeated": _repeats,
-    "earlier passages repeated": _lookups,
+    "length": lambda tokens, most: min(len(tokens) / most, 1.0),
+    "distinct tokens": lambda tokens, _: _share(tokens, lambda before, token: token not in before),
+    "recent tokens repeated": lambda tokens, _: _share(tokens, lambda before, token: token in before[-_RECENT:]),
+    "earlier passages repeated": lambda tokens, _: _share(tokens, lambda before, token: looked_up(before) == token),
 }
 
 
