@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftproof.cli._terminal import note
+from draftproof.progress import Watch, bar, silent
 
 if TYPE_CHECKING:
-    from draftproof.progress import Watch
     from draftproof.results import Results
 
 Out = Annotated[Path | None, typer.Option(metavar="NAME", help="Also write NAME.md and NAME.json.")]
@@ -25,8 +25,6 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; without it 
 
 def watch_for(*, quiet: bool) -> Watch:
     """Progress on stderr, or none."""
-    from draftproof.progress import bar, silent
-
     return silent if quiet else bar
 
 

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from draftproof.cli import _audit_server
 from draftproof.cli._results import print_table
+from draftproof.progress import bar, silent
 
 if TYPE_CHECKING:
     from draftproof.audit.adapters import Report
@@ -354,8 +355,6 @@ def _collected(
 ) -> list[Any]:
     """The lines of an audit, made with progress on stderr if that is a terminal; as JSON each is printed at once."""
     import torch
-
-    from draftproof.progress import bar, silent
 
     torch.set_num_threads(1)  # tensors of three tokens
     made = []
