@@ -149,10 +149,7 @@ Line = RuleLine | ClaimLine
 
 
 def _as_path(found: Selection, draws: int, p: Float[Tensor, "B K m V"], rng: Rng) -> PathVerdict:
-    """A selection as a verdict on chains of one token: after an accepted token the bonus token is drawn from p.
-
-    A token from the residual is the bonus token.
-    """
+    """A selection as a verdict on chains of one token; the bonus token comes from p, or else is the residual's."""
     none = found.accepted >= draws
     path = found.accepted.masked_fill(none, 0)
     settled = torch.nn.functional.one_hot(found.token, p.shape[-1]).to(p)

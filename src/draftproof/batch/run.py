@@ -79,9 +79,7 @@ def _content(name: str) -> str | None:
 def answer_all(
     source: Source, folder: AnswerFolder, answers: Answers, *, run: Mapping[str, Any], watch: Watch = silent
 ) -> Summary:
-    """Answer every row that has no output yet.
-
-    `answers` go from rows to their results, in any order, some at a time; `run` are facts for the manifest.
+    """Answer every row that has no output yet; `answers` go from rows to their results, in any order, some at a time.
 
     Raises:
         UserError: the folder cannot be written, or is another run's.

@@ -102,10 +102,7 @@ class GenerateRun:
         return output
 
     def collect(self) -> list[Output | Failure]:
-        """Decode everything and print each continuation as soon as it and all before it are finished.
-
-        With --compare JSON waits: the comparison belongs into the objects.
-        """
+        """Decode everything and print what is finished, in order; with --compare JSON waits for the comparison."""
         results = []
         with _terminal.progress(len(self.inputs) * self.params.n) as (write, advance):
             for result in self.decode():
@@ -162,10 +159,7 @@ class GenerateRun:
         return f"prompt {number}" if self.params.n == 1 else f"prompt {number}, continuation {result.index + 1}"
 
     def show_comparison(self, results: Sequence[Output | Failure]) -> None:
-        """Measure against plain decoding with the same seeds, and print the outcome; prompts that failed are left out.
-
-        Nothing is measured where all failed.
-        """
+        """Measure against plain decoding with the same seeds, and print it; prompts that failed are left out."""
         n = self.params.n
         groups = [results[place : place + n] for place in range(0, len(results), n)]
         whole = [place for place, group in enumerate(groups) if all(isinstance(each, Output) for each in group)]

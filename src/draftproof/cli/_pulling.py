@@ -40,10 +40,7 @@ def first_target(*, quiet: bool = False) -> str:
 
 @contextmanager
 def shown_pull(*, quiet: bool = False) -> Iterator[tuple[Report, Progress]]:
-    """What `models.pull` reports to: a line for each step, and on a terminal a bar below them.
-
-    The bar has the length of the download where pip says it, and moves to and fro else.
-    """
+    """What `models.pull` reports to: a line for each step, and on a terminal a bar below them."""
     if quiet:
         yield lambda _: None, lambda *_: None
         return

@@ -36,10 +36,7 @@ CHAT_SAMPLING = replace(
 
 
 def sampling_options(command: Callable[..., Any], *, options: Options = SAMPLING) -> Callable[..., Any]:
-    """Replace the parameter `sampling` of a typer command by one option for each field of SamplingParams.
-
-    The command gets a dictionary by field; fields that are left to the model are not in it.
-    """
+    """Replace the parameter `sampling` of a typer command, a dictionary of those given, by an option for each field."""
 
     @functools.wraps(command)
     def converted(*, sampling: Mapping[str, Any], **values: Any) -> Any:

@@ -479,10 +479,7 @@ class EngineWorker:
         row.counted = self._metrics.decoded(row.counted, row.request.stats)
 
     def _remove(self, row: _Continuation) -> None:
-        """Forget a continuation that the engine has done with.
-
-        Its grammar, which may hold many megabytes, does not wait for Python's collector of cycles.
-        """
+        """Forget a continuation that the engine has done with, and at once its grammar, of maybe many megabytes."""
         row.request.transforms = replace(row.request.transforms, constraint=None)
         rows = self._jobs[row.job]
         rows.remove(row)

@@ -100,11 +100,7 @@ class Client:
         await self._http.aclose()
 
     async def start(self, prompt: Sequence[int], text: str) -> dict[str, Any]:
-        """Find out the model's name, what the server says of itself, and how it returns sampled tokens of a prompt.
-
-        Raises:
-            UserError: nobody answers, the server lists no models, or refuses a plain completion.
-        """
+        """Find out the model's name, what the server says of itself, and how it returns sampled tokens of a prompt."""
         listed = await self._send("GET", "/v1/models", None)
         cards = listed.get("data")
         cards = [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []

@@ -51,10 +51,7 @@ class Arguments(ABC):
         """Terms of Lark for arguments that fit a schema; a UserError for one that the dialect cannot keep to."""
 
     def free(self, grammar: Grammar, parameters: Schema, lark: str) -> str:
-        """Terms of Lark for a text as the only argument of the schema.
-
-        The text's own grammar is kept to where the text is written without quotes and escapes.
-        """
+        """Terms of Lark for a text as the only argument, by its grammar where it stands without quotes and escapes."""
         (name,) = parameters["properties"]
         before, _, after = self.written({name: _TEXT}).partition(_TEXT)
         if self.written({name: '"\n'}) != f'{before}"\n{after}':

@@ -139,10 +139,7 @@ def _same_quotes(text: str) -> str:
 
 
 def fitted(messages: Sequence[dict[str, Any]], tokenizer: Any, given: str) -> list[dict[str, Any]]:
-    """Messages with their calls as this model's chat template takes them: the form of arguments, and of ids.
-
-    Calls that the template leaves out are written into the content.
-    """
+    """Messages with calls as this model's chat template takes them, or in the content where it leaves them out."""
     if not any("tool_calls" in each for each in messages):
         return [*messages]
     found = taught(tokenizer)
