@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,15 +23,17 @@ import httpx
 import torch
 
 from draftproof import Engine
+from draftproof.audit.served.checks import PROMPTS
 from draftproof.audit.served.client import Client
-from draftproof.audit.served.faults import FAULTS, faulty_engine
-from draftproof.audit.served.prompts import PROMPTS
 from draftproof.audit.served.run import Audit, Options
 from draftproof.audit.served.scoring import Reference
 from draftproof.provenance import run_facts
 from draftproof.results import Results, table
 from draftproof.server.app import Server, make_app
 from draftproof.server.settings import Settings
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from support.faulty_engines import FAULTS, faulty_engine
 
 TARGET, DRAFT = "embedded:target", "embedded:fast-draft"
 CHECKS = ("plain", "temperature", "top_p", "min_p", "presence", "repetition", "logit_bias", "top_k")

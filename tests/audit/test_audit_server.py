@@ -12,18 +12,17 @@ from typer.testing import CliRunner
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.audit.served import run as running_audit
-from draftproof.audit.served.checks import NAMES, SCHEMA, checks_for, violations
+from draftproof.audit.served.checks import NAMES, PROMPTS, SCHEMA, checks_for, violations
 from draftproof.audit.served.client import Client, Refused, Reply, key_for
 from draftproof.audit.served.evidence import Evidence, needed_tokens
-from draftproof.audit.served.faults import FAULTS, faulty_engine
 from draftproof.audit.served.kinds import FLOOR, kinds_of, looked_up, ratios, reference
 from draftproof.audit.served.pairs import PairEvidence, audit_pair, words
-from draftproof.audit.served.prompts import PROMPTS, read_prompts
 from draftproof.audit.served.records import Records
 from draftproof.audit.served.report import ServerReport
 from draftproof.audit.served.run import Audit, Finding, Options
 from draftproof.audit.served.scoring import Reference
 from draftproof.cli import app
+from support.faulty_engines import FAULTS, faulty_engine
 from support.serving import running
 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
@@ -423,7 +422,7 @@ def test_the_options_for_keys_are_for_one_server_each(monkeypatch):
             raise ZeroDivisionError
         return url
 
-    monkeypatch.setattr("draftproof.audit.served.client.Client", client)
+    monkeypatch.setattr("draftproof.cli._audit_server.Client", client)
     words = ["audit", "server", "http://a", "--api-key", "one"]
     words += ["--reference-url", "http://b", "--reference-api-key", "two"]
     assert "ZeroDivisionError" in CliRunner().invoke(app, words).stderr
@@ -539,17 +538,6 @@ def test_without_token_ids_there_is_no_verdict(engine, weights, monkeypatch):
 def test_wrong_options(options):
     with pytest.raises(UserError, match="expected"):
         Options(**options)
-
-
-def test_prompts_from_files(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    assert read_prompts(tmp_path / "a.jsonl") == ["one", "two"]
-    for name, text in (("b.txt", "\n"), ("c.jsonl", "{}")):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(UserError, match="prompts"):
-            read_prompts(tmp_path / name)
-    with pytest.raises(UserError, match="cannot read"):
-        read_prompts(tmp_path / "none")
 
 
 def test_a_prompt_that_does_not_fit(engine, weights):

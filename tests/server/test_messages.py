@@ -202,7 +202,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days
 
 
 def parts_of(text):
-    return [Piece(0, text[place : place + 7], (5,), reused=2) for place in range(0, len(text), 7)]
+    return [Piece(text[place : place + 7], (5,), reused=2) for place in range(0, len(text), 7)]
 
 
 @pytest.mark.parametrize(
@@ -214,9 +214,9 @@ def parts_of(text):
 )
 def test_reasoning_text_and_calls_are_blocks(more, finish, reason, found):
     tools = ToolSet(DIALECTS["hermes"], (), must=False, several=True, specials={})
-    thoughts = [Piece(0, "", (9, 9), reasoning=text, reasoning_tokens=2, reused=2) for text in ("Let me ", "think.")]
+    thoughts = [Piece("", (9, 9), reasoning=text, reasoning_tokens=2, reused=2) for text in ("Let me ", "think.")]
     said = parts_of("Well. " + CALL + more)
-    last = Piece(0, "", (1,), finish_reason=finish, reused=2)
+    last = Piece("", (1,), finish_reason=finish, reused=2)
     size = 2 * len(thoughts) + len(said) + 1
     form, answer, text = answer_to(*thoughts, *said, last, tools=tools, max_tokens=size)
     whole = form.whole(answer).model_dump()
@@ -234,12 +234,12 @@ def test_reasoning_text_and_calls_are_blocks(more, finish, reason, found):
 
 def test_a_length_below_the_limit_is_the_context():
     for most, reason in ((2, "max_tokens"), (3, "model_context_window_exceeded")):
-        form, answer, _ = answer_to(Piece(0, "x", (1, 2), finish_reason="length"), max_tokens=most)
+        form, answer, _ = answer_to(Piece("x", (1, 2), finish_reason="length"), max_tokens=most)
         assert form.whole(answer).stop_reason == reason
 
 
 def test_an_answer_without_text_has_no_blocks():
-    form, answer, text = answer_to(Piece(0, "", (1,), finish_reason="stop"))
+    form, answer, text = answer_to(Piece("", (1,), finish_reason="stop"))
     assert form.whole(answer).content == message_of(read_events(text))["content"] == []
     assert form.whole(answer).stop_reason == "end_turn"
 
@@ -247,7 +247,7 @@ def test_an_answer_without_text_has_no_blocks():
 def test_arguments_that_cannot_be_read_are_an_error():
     tools = ToolSet(DIALECTS["hermes"], (), must=False, several=True, specials={})
     text = '<tool_call>\n{"name": "f", "arguments": {"a": ' + "[" * 5000 + "]" * 5000 + "}}\n</tool_call>"
-    form, answer, _ = answer_to(Piece(0, text, (1,), finish_reason="stop"), tools=tools)
+    form, answer, _ = answer_to(Piece(text, (1,), finish_reason="stop"), tools=tools)
     with pytest.raises(ApiError, match="ask for a stream"):
         form.whole(answer)
 

@@ -445,8 +445,8 @@ def test_inputs_of_custom_tools_come_in_any_pieces():
     tools = ToolSet(DIALECTS["hermes"], (RESPONSES.asked(body).tools[0].function,), True, True, {})
     text = 'a "b" \\ \n\u0001x'
     call = f'<tool_call>\n{{"name": "patch", "arguments": {{"input": {json.dumps(text)}}}}}\n</tool_call>'
-    pieces = [Piece(0, letter, (place,)) for place, letter in enumerate(call)]
-    pieces.append(Piece(0, "", (0,), finish_reason="stop"))
+    pieces = [Piece(letter, (place,)) for place, letter in enumerate(call)]
+    pieces.append(Piece("", (0,), finish_reason="stop"))
     whole, stream = by_hand(pieces, tools=tools, tools_given=[custom()])
     assert [each["input"] for each in whole["output"]] == [text]
     assert same(whole) == same(stream)
@@ -566,10 +566,10 @@ def by_hand(pieces, *, tools=None, fail=None, tools_given=(), **fields):
 
 
 THOUGHT = [
-    Piece(0, "", (3,), reasoning="Let me ", reasoning_tokens=1),
-    Piece(0, "", (4, 5), reasoning="see.", reasoning_tokens=2),
-    Piece(0, "Yes", (6, 7, 8), reasoning=" Good.", reasoning_tokens=2),
-    Piece(0, ".", (9,), finish_reason="stop"),
+    Piece("", (3,), reasoning="Let me ", reasoning_tokens=1),
+    Piece("", (4, 5), reasoning="see.", reasoning_tokens=2),
+    Piece("Yes", (6, 7, 8), reasoning=" Good.", reasoning_tokens=2),
+    Piece(".", (9,), finish_reason="stop"),
 ]
 
 
@@ -586,14 +586,14 @@ def test_reasoning_is_an_item_of_its_own():
 
 
 def test_reasoning_that_is_cut_off():
-    whole, stream = by_hand([THOUGHT[0], Piece(0, "", (4,), reasoning="s", reasoning_tokens=1, finish_reason="length")])
+    whole, stream = by_hand([THOUGHT[0], Piece("", (4,), reasoning="s", reasoning_tokens=1, finish_reason="length")])
     (item,) = whole["output"]
     assert (whole["status"], item["status"], item_text(item)) == ("incomplete", "incomplete", "Let me s")
     assert same(whole) == same(stream)
 
 
 def test_an_empty_answer_has_a_message():
-    whole, stream = by_hand([Piece(0, "", (3,), finish_reason="stop")])
+    whole, stream = by_hand([Piece("", (3,), finish_reason="stop")])
     assert [item_text(each) for each in whole["output"]] == [""]
     assert same(whole) == same(stream)
 
@@ -604,7 +604,7 @@ def test_reasoning_and_text_before_calls():
         DIALECTS["hermes"], tuple(each.function for each in functions), must=False, several=True, specials={}
     )
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    pieces = [*THOUGHT[:3], Piece(0, f" {call}\n{call[:20]}", (10,)), Piece(0, call[20:], (11,), finish_reason="stop")]
+    pieces = [*THOUGHT[:3], Piece(f" {call}\n{call[:20]}", (10,)), Piece(call[20:], (11,), finish_reason="stop")]
     whole, stream = by_hand(pieces, tools=tools)
     assert [each["type"] for each in whole["output"]] == ["reasoning", "message", "function_call", "function_call"]
     assert same(whole) == same(stream)
@@ -614,8 +614,8 @@ def test_reasoning_and_text_before_calls():
 def test_log_probabilities_are_those_of_the_answer():
     entries = [TokenLogprob(token, -float(token), 1, ()) for token in (3, 4, 5)]
     pieces = [
-        Piece(0, "", (3,), tuple(entries[:1]), reasoning="a", reasoning_tokens=1),
-        Piece(0, "b", (4, 5), tuple(entries[1:]), finish_reason="stop"),
+        Piece("", (3,), logprobs=tuple(entries[:1]), reasoning="a", reasoning_tokens=1),
+        Piece("b", (4, 5), logprobs=tuple(entries[1:]), finish_reason="stop"),
     ]
     whole, _ = by_hand(pieces, include=["message.output_text.logprobs"], top_logprobs=0)
     assert [each["logprob"] for each in whole["output"][1]["content"][0]["logprobs"]] == [-4.0, -5.0]

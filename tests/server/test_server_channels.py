@@ -116,7 +116,7 @@ def test_calls_and_thoughts_of_earlier_turns():
     with running(engine) as (base, server):
         turns = [*ASK, {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [CALL]}]
         turns += [{"role": "tool", "tool_call_id": "c1", "content": "sunny"}]
-        text, _ = server._parser.chat_prompt([Message.model_validate(each) for each in turns], [])
+        text = engine.tokenizer.decode(server._parser.chat_prompt([Message.model_validate(each) for each in turns], []))
         assert "analysis<|message|>Hm.<|end|>" in text
         assert 'to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Oslo"}<|call|>' in text
         assert asked(base, messages=turns, tools=TOOLS)["message"]

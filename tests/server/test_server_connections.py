@@ -24,13 +24,14 @@ from draftproof.server import logs, parse_request, run
 from draftproof.server.aside import Aside, TimeOver, time_limit
 from draftproof.server.errors import ApiError
 from draftproof.server.metrics import Metrics
-from draftproof.server.parse_request import RequestParser
+from draftproof.server.parse_request import ParsedRequest, RequestParser
 from draftproof.server.settings import Settings
 from draftproof.server.worker import EngineWorker, Job, Piece
 from support.raw_http import KEY, OTHER, Slow, address, connected, held, raw, serve
 from support.serving import CHAT, STORY, error_of, post, running, small_engine, until, waits
 
 HELLO = [{"role": "user", "content": "x"}]
+ONE_TOKEN = ParsedRequest(((1,),), (None,), SamplingParams())
 ENDLESS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}" + CHAT
 
 
@@ -160,8 +161,8 @@ def test_a_server_without_requests_is_not_stuck(engine):
 
 def test_an_answer_that_is_complete_is_not_too_late():
     async def run():
-        job = Job([[1]], SamplingParams())
-        job.put([Piece(0, "", (), finish_reason="stop")], None)
+        job = Job(ONE_TOKEN)
+        job.put([Piece("", (), finish_reason="stop")], None)
         worker = EngineWorker(small_engine(), Metrics("x"))
         worker._open[job] = None
         worker._expire(job)
@@ -534,10 +535,12 @@ def test_a_queue_that_is_full_for_one_client_says_so_at_once(engine):
     async def run():
         worker.start()
         try:
-            worker.submit(Job([[1]], SamplingParams(n=3), client="a"))  # one request may have more than that
+            worker.submit(
+                Job(ParsedRequest(((1,),), (None,), SamplingParams(n=3)), client="a")
+            )  # one request may have more than that
             with pytest.raises(ApiError):
-                worker.submit(Job([[1]], SamplingParams(), client="a"))
-            worker.submit(Job([[1]], SamplingParams(), client="b"))
+                worker.submit(Job(ONE_TOKEN, client="a"))
+            worker.submit(Job(ONE_TOKEN, client="b"))
         finally:
             await asyncio.to_thread(worker.stop)
 

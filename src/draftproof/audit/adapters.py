@@ -36,15 +36,11 @@ Loaded = TypeVar("Loaded")
 
 @dataclass(frozen=True)
 class Report:
-    """The audit of one package.
+    """The audit of one function of a package, whose version is None when it is not installed.
 
     Attributes:
-        package: name of the package.
-        version: installed version; None when it is not installed.
-        rule: the audited function.
         status: "ok", "FAIL", "not installed" or why the rule was not audited.
-        lines: results in float64, one for each pair.
-        rounded: results in float32, one for each pair.
+        lines: results in float64, one for each pair; `rounded` are those in float32.
         notes: further findings.
         sampled: results of statistical tests, one for each pair.
     """
@@ -100,15 +96,7 @@ def _audited(
     load: Callable[[], Loaded],
     run: Callable[[Loaded], dict[str, list[Any]]],
 ) -> Report:
-    """The audit of a package, if it is installed and has the rule.
-
-    Args:
-        name: in the report.
-        packages: that may hold the rule; the first that is installed does.
-        rule: where it is.
-        load: imports it.
-        run: takes what was loaded, and gives the lists of the report.
-    """
+    """The audit of a package, if one of its names is installed and the rule loads; `run` makes its lists."""
     version = next(filter(None, map(_version, packages)), None)
     if version is None:
         return Report(name, None, rule, "not installed")
@@ -147,12 +135,7 @@ def _notes(rounded: list[CheckLine]) -> list[str]:
 
 
 def audit_generator(name: str, *, full: bool = False) -> Report:
-    """Enumerate the output of transformers' `generate` with one of its generators of drafts, on tiny models.
-
-    Args:
-        name: a key of `generators.ALL`.
-        full: more sampling parameters.
-    """
+    """Enumerate the output of transformers' `generate` with one of its generators of drafts, on tiny models."""
 
     def run(subject: Any) -> dict[str, list[Any]]:
         lines = generators.audit(subject, generator.length, full=full)
@@ -270,13 +253,7 @@ def sglang_verify(
 
 
 def audit_sglang(name: str = "sglang", *, full: bool = False, **options: Any) -> Report:
-    """Test SGLang's token verification on the suite by statistics; Triton's interpreter runs it without a GPU.
-
-    Args:
-        name: in the report.
-        full: use the larger suite.
-        options: of the rule; with `block_verification` it is another one.
-    """
+    """Test SGLang's token verification on the suite by statistics, or with an option its block verification."""
 
     def load() -> Callable[..., Any]:
         rule = _sglang_rule()
@@ -304,11 +281,7 @@ ADAPTERS: dict[str, Callable[..., Report]] = {
 
 
 def chosen(names: Sequence[str]) -> list[Callable[..., Report]]:
-    """The audits whose names begin with one of some words; all of them without any.
-
-    Raises:
-        UserError: no name begins with a word.
-    """
+    """The audits whose names begin with one of some words; all of them without any."""
     for name in names:
         if not any(key.startswith(name) for key in ADAPTERS):
             raise UserError(f"--only: expected the beginning of one of {', '.join(ADAPTERS)}, got {name!r}")

@@ -44,14 +44,7 @@ DRAFT: Rows = {(0,): [0.3, 0.0, 0.7], (1,): [0.0, 0.8, 0.2], (2,): [0.6, 0.4, 0.
 
 
 class Toy(NamedTuple):
-    """A toy drafter or stopper.
-
-    Attributes:
-        make: makes a new one.
-        tokens: number of output tokens to enumerate; the time is exponential in it. Of a drafter and a stopper the
-            smaller number counts.
-        slow: whether its enumeration takes long.
-    """
+    """A toy drafter or stopper; the time to enumerate is exponential in its number of output tokens."""
 
     make: Callable[..., Any]
     tokens: int = 3
@@ -108,14 +101,7 @@ UNSTOPPED = tuple(name for name in DRAFTERS if name in PARTS and not PARTS[name]
 
 @dataclass(frozen=True)
 class Composition:
-    """One drafter, stopper and rule.
-
-    Attributes:
-        drafter, stopper, rule: their names; the stopper is "" for drafters without one.
-        lossless: whether the rule is lossless.
-        refused: the engine's message if it refuses the composition; None if it composes.
-        slow: whether its enumeration takes minutes.
-    """
+    """One drafter, stopper and rule by their names, with the engine's message where it refuses the composition."""
 
     drafter: str
     stopper: str
@@ -164,11 +150,7 @@ def toy_engine(
     target: TableModel | None = None,
     draft: TableModel | None = None,
 ) -> Engine:
-    """An engine of toy parts.
-
-    Raises:
-        UserError: they do not compose.
-    """
+    """An engine of toy parts; a UserError where they do not compose."""
     small = draft or TableModel(VOCAB, 0, order=1, rows=DRAFT, hidden=WIDTH, predicts=True)
     ends: Stopper = STOPPERS[stopper].make() if stopper else FixedLength(2)
     made: Drafter = DRAFTERS[drafter].make(DraftModel(small, vocab_size=VOCAB), ends)

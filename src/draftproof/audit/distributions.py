@@ -33,15 +33,12 @@ class Pair(Protocol):
     @property
     def vocab(self) -> int:
         """Number of tokens."""
-        ...
 
     def p(self, context: Context, /) -> Tensor:
         """The target's next-token row."""
-        ...
 
     def q(self, context: Context, /) -> Tensor:
         """The draft's next-token row."""
-        ...
 
 
 class Drafts(NamedTuple):
@@ -61,13 +58,7 @@ class Drafts(NamedTuple):
 
 
 class WorstOutcome(NamedTuple):
-    """The outcome whose probability differs most between two distributions.
-
-    Attributes:
-        outcome: token ids.
-        expected: its probability under the target.
-        found: its probability under the rule.
-    """
+    """The outcome whose probability differs most: its token ids, and its probability under the target and the rule."""
 
     outcome: Context
     expected: float
@@ -291,12 +282,7 @@ def target_distribution(pair: Pair, length: int) -> Distribution:
 
 
 def emitted(drafts: Drafts, joint: Float[Tensor, "B K m V"]) -> Distribution:
-    """The distribution of the tokens that a rule emits in its round: accepted tokens and the bonus token.
-
-    Args:
-        drafts: the drafts of `joint`.
-        joint: see `verdicts`.
-    """
+    """The distribution of the tokens that a rule emits in its round: accepted tokens and the bonus token."""
     found: Distribution = {}
     tokens = drafts.tokens.tolist()
     for at in joint.nonzero().tolist():

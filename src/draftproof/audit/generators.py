@@ -27,18 +27,12 @@ DRAFTED = 2  # tokens of a draft
 GREEDY = 24  # tokens of a greedy text: many rounds, beyond the sliding windows
 NEAR = 1e-3  # a greedy token may have a logit lower by this than the largest one: several passes round differently
 WINDOW = 4
-TINY: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
+_NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+_SHAPE = {
+    "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
     "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+}  # fmt: skip
+TINY: dict[str, Any] = {"vocab_size": VOCAB, **_SHAPE, **_NO_TOKENS}
 MODULE = "transformers.generation.candidate_generator"
 
 
@@ -49,12 +43,7 @@ NOTE = (
 
 
 class Subject(NamedTuple):
-    """A target, and its `generate` with a generator of drafts.
-
-    Attributes:
-        target: the model, in float64.
-        generate: takes the arguments of `target.generate`.
-    """
+    """A target in float64, and its `generate` with a generator of drafts."""
 
     target: Any
     generate: Callable[..., Tensor]
@@ -71,7 +60,6 @@ def _filled(model: Any, seed: int, scale: float = 0.3) -> Any:
 
 
 def _causal(kind: str, seed: int, **fields: Any) -> Any:
-    """A random causal language model of a kind."""
     transformers: Any = importlib.import_module("transformers")
     with torch.random.fork_rng():
         config = transformers.AutoConfig.for_model(kind, **{**TINY, **fields})
@@ -125,9 +113,8 @@ def _with_mtp() -> Subject:
 def _with_dflash() -> Subject:
     transformers: Any = importlib.import_module("transformers")
     target = _llama()
-    shape = {name: value for name, value in TINY.items() if not name.endswith("_id") and name != "vocab_size"}
     config = transformers.AutoConfig.for_model(
-        "muse_glimmer_assistant", **shape, num_hidden_layers=1, sliding_window=WINDOW, block_size=DRAFTED + 1,
+        "muse_glimmer_assistant", **_SHAPE, num_hidden_layers=1, sliding_window=WINDOW, block_size=DRAFTED + 1,
         mask_token_id=0, target_layer_ids=[0, 1],
     )  # fmt: skip
     with torch.random.fork_rng():
@@ -161,13 +148,7 @@ def _with_assistant() -> Subject:
 
 
 class Generator(NamedTuple):
-    """A generator of drafts.
-
-    Attributes:
-        rule: name of its class.
-        make: models of its kind.
-        length: sampled tokens, so many that drafts of two tokens are verified.
-    """
+    """A generator of drafts: its class, models for it, and so many tokens that drafts of two are verified."""
 
     rule: str
     make: Callable[[], Subject]
@@ -185,12 +166,7 @@ ALL = {
 
 
 def load(generator: Generator) -> Subject:
-    """The models of a generator, after a trial in which it must draft.
-
-    Raises:
-        ImportError: this version of transformers has no such generator.
-        RuntimeError: no draft was verified.
-    """
+    """The models of a generator, which this version of transformers must have, after a trial in which it must draft."""
     if not hasattr(importlib.import_module(MODULE), generator.rule):
         raise ImportError("it is not in this version")
     subject, widths = generator.make(), set[int]()
@@ -217,7 +193,6 @@ def in_words(line: CheckLine) -> str:
 
 
 def _text(subject: Subject, prompt: tuple[int, ...], length: int, **given: Any) -> tuple[int, ...]:
-    """The tokens after a prompt."""
     ids = torch.tensor([prompt])
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": length, "min_new_tokens": length, **given}
     return tuple(subject.generate(ids, **options)[0, len(prompt) :].tolist())

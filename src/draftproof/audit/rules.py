@@ -77,11 +77,9 @@ ORDERINGS = (
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule and how it is audited.
+    """A rule, with the signature of a path rule, and how it is audited.
 
     Attributes:
-        name: name in Python, on the command line and here.
-        verify: the rule with the signature of a path rule.
         shapes: (chains, tokens) of the drafts on which it is enumerated; lengths are reported for the first one.
         lossless: whether it is declared lossless.
         tolerance: largest total variation of a lossless rule.
@@ -104,10 +102,7 @@ class RuleLine:
     """The result for a rule.
 
     Attributes:
-        rule: name of the rule.
-        lossless: whether it is declared lossless.
-        total_variation: the largest total variation over the suite.
-        worst_model: the pair with the largest total variation.
+        total_variation: the largest total variation over the suite, on the pair `worst_model`.
         worst_cell: the outcome whose probability differs most on this pair.
         accepted: expected accepted tokens, mean over the suite.
         drafted: chains x tokens of the drafts for `accepted`.
@@ -137,15 +132,7 @@ class RuleLine:
 
 @dataclass(frozen=True)
 class ClaimLine:
-    """The result for a statement about two rules.
-
-    Attributes:
-        kind: "identity" or "ordering".
-        claim: the statement.
-        value: the largest total variation of an identity, or the smallest margin of an ordering.
-        worst_model: the pair with this value.
-        verdict: "ok" or "FAIL".
-    """
+    """The result for a statement about two rules: the largest distance of an identity, an ordering's least margin."""
 
     kind: str
     claim: str
@@ -162,10 +149,7 @@ Line = RuleLine | ClaimLine
 
 
 def _as_path(found: Selection, draws: int, p: Float[Tensor, "B K m V"], rng: Rng) -> PathVerdict:
-    """A selection as a verdict on chains of one token: after an accepted token the bonus token is drawn from p.
-
-    A token from the residual is the bonus token.
-    """
+    """A selection as a verdict on chains of one token; the bonus token comes from p, or else is the residual's."""
     none = found.accepted >= draws
     path = found.accepted.masked_fill(none, 0)
     settled = torch.nn.functional.one_hot(found.token, p.shape[-1]).to(p)
@@ -224,12 +208,7 @@ def all_rules() -> dict[str, Rule]:
 
 
 class Audit:
-    """Enumerations of rules on the suite, each made once.
-
-    Args:
-        pairs: the suite.
-        in_engine: names of the pairs on which rules with a state are enumerated in the engine; None for all.
-    """
+    """Enumerations of rules on the suite, each made once; rules with a state in the engine, on some of the pairs."""
 
     def __init__(self, pairs: Sequence[ToyPair], in_engine: Collection[str] | None = None) -> None:
         self.pairs = pairs
@@ -238,7 +217,6 @@ class Audit:
         self._in_engine = in_engine
 
     def _joint(self, name: str, place: int, chains: int, length: int) -> Float[Tensor, "B K m V"]:
-        """The joint distribution of (draft, path, accepted, token) of a rule on a pair."""
         drafts = all_drafts(self.pairs[place], chains, length)
         if self.rules[name].shared_noise:
             return verdicts_with_shared_noise(self.rules[name].verify, self.pairs[place], drafts)
@@ -249,7 +227,6 @@ class Audit:
         return expected_accepted(self.joint(name, place, chains, length))
 
     def _findings(self, rule: Rule) -> Iterator[tuple[ToyPair, Finding]]:
-        """The results of a rule on every pair and shape."""
         for place, pair in enumerate(self.pairs):
             if rule.rounds and (self._in_engine is None or pair.name in self._in_engine):
                 yield pair, engine_finding(pair, rule.rounds)
@@ -342,15 +319,7 @@ def engine_finding(pair: ToyPair, verifier: Callable[[], Verifier], most: int = 
 
 
 def audit_rules(names: Sequence[str] = (), *, full: bool = False) -> Iterator[Line]:
-    """Audit some rules by name, or all rules with the identities and orderings between them.
-
-    Args:
-        names: names of rules; all when empty.
-        full: use the larger suite.
-
-    Raises:
-        UserError: an unknown name.
-    """
+    """Audit some rules by name, or all rules with the identities and orderings between them."""
     audit = Audit(suite(full=full), None if full else IN_ENGINE)
     for name in names:
         if name not in audit.rules:

@@ -79,11 +79,7 @@ class SprinterLine:
 
 
 def audit_sprinter(seeds: int = 4) -> Iterator[SprinterLine]:
-    """Train two verifiers on each of several pairs, and enumerate their output distributions.
-
-    Args:
-        seeds: number of pairs.
-    """
+    """Train two verifiers on each of several pairs, and enumerate their output distributions."""
     for seed in range(seeds):
         draft = TableModel(VOCAB, 1000 + seed, order=ORDER, hidden=WIDTH)
         pair = ModelPair(TableModel(VOCAB, seed, order=ORDER), draft, SamplingParams())
@@ -112,14 +108,7 @@ def _rows(pair: ModelPair, seed: int, numbers: range) -> JudgeRows:
 
 
 def examine(name: str, verifier: str, pair: ModelPair, head: Head) -> SprinterLine:
-    """Enumerate the distribution of the first token after every context, and compare it with the theorem.
-
-    Args:
-        name: name of the pair.
-        verifier: name of the verifier.
-        pair: table models, whose rows depend on the last ORDER tokens.
-        head: a verifier.
-    """
+    """Enumerate the distribution of the first token after every context, and compare it with the theorem."""
     contexts = list(itertools.product(range(VOCAB), repeat=ORDER))
     p, q, passed = (torch.stack(parts) for parts in zip(*(_at(pair, head, c) for c in contexts), strict=True))
     found = torch.stack([first_token_distribution(pair, head, context) for context in contexts])
@@ -151,13 +140,7 @@ def _at(pair: ModelPair, head: Head, context: tuple[int, ...]) -> tuple[Tensor, 
 
 
 def first_token_distribution(pair: ModelPair, head: Head, context: tuple[int, ...]) -> Float[Tensor, " vocab"]:
-    """The distribution of the first token after a context, by enumerating every outcome of the engine.
-
-    Args:
-        pair: table models.
-        head: a verifier.
-        context: token ids.
-    """
+    """The distribution of the first token after a context, by enumerating every outcome of the engine."""
 
     def make(round_rng: RoundRngFactory) -> Engine:
         drafter = ModelDrafter(DraftModel(pair.draft, vocab_size=VOCAB), Approximate(head))

@@ -77,14 +77,7 @@ def pooled(expected: Mapping[Outcome, float], counts: Mapping[Outcome, int]) -> 
 def chi_square_test(
     counts: Mapping[Outcome, int], distribution: Mapping[Outcome, float], *, level: float, power: float = 0.99
 ) -> Tested:
-    """Test whether counts come from a distribution.
-
-    Args:
-        counts: number of times that each outcome occurred.
-        distribution: probability of each outcome.
-        level: false-alarm rate for which `detectable` is given.
-        power: probability of detection for which `detectable` is given.
-    """
+    """Test whether counts come from a distribution; `detectable` is for this false-alarm rate and power."""
     samples = sum(counts.values())
     impossible = any(count and distribution.get(key, 0.0) <= 0 for key, count in counts.items())
     cells, share = pooled({key: samples * chance for key, chance in distribution.items()}, counts)

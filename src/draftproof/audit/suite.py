@@ -22,14 +22,7 @@ Context = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ToyPair:
-    """A target and a draft model.
-
-    Attributes:
-        name: name of the pair, after its special property.
-        target: p of every context.
-        draft: q of every context.
-        dtype: dtype of the rows that rules get.
-    """
+    """A target and a draft model, named after their special property; rules get rows of a dtype."""
 
     name: str
     target: TableModel

@@ -9,20 +9,13 @@ from draftproof.batch.rows import Asked, PromptRows, RowForm, RowOptions, Values
 from draftproof.batch.source import Row
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.request import Request
-from draftproof.errors import UserError, is_panic
+from draftproof.errors import is_panic
+from draftproof.server.settings import require
 
 
 @dataclass(frozen=True)
 class Result:
-    """The answer to a row.
-
-    Attributes:
-        id: the row's.
-        rows: of the output; one, or one for each continuation of a prompt.
-        failed: whether one of them holds an error.
-        prompt_tokens, completion_tokens: read and made.
-        target_calls: forward passes of the target for them.
-    """
+    """The answer to a row: rows of the output, one, or one for each continuation, and whether one has an error."""
 
     id: str | int
     rows: Sequence[Values]
@@ -46,15 +39,7 @@ class _Open:
 
 
 class Answerer:
-    """Answers rows with one engine.
-
-    Args:
-        engine: nobody else should use it meanwhile.
-        options: of the rows.
-
-    Raises:
-        UserError: options that do not fit the model; lines of an OpenAI batch file without the extra `serve`.
-    """
+    """Answers rows with one engine, which nobody else should use meanwhile."""
 
     def __init__(self, engine: DecodingLoop, options: RowOptions) -> None:
         self._engine = engine
@@ -141,13 +126,5 @@ def _form(engine: DecodingLoop, options: RowOptions) -> RowForm:
 
 
 def require_server() -> None:
-    """Refuse lines of an OpenAI batch file where the server's packages are missing.
-
-    Raises:
-        UserError: they are.
-    """
-    from importlib.util import find_spec
-
-    missing = [name for name in ("fastapi", "prometheus_client") if find_spec(name) is None]
-    if missing:
-        raise UserError(f"an OpenAI batch file needs {', '.join(missing)}: pip install 'draftproof[serve]'")
+    """Refuse lines of an OpenAI batch file where the server's packages are missing."""
+    require("an OpenAI batch file", "fastapi", "prometheus_client")

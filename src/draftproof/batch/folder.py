@@ -36,9 +36,6 @@ class AnswerFolder:
     Attributes:
         done: ids that have their output, as texts.
         facts: the manifest.
-
-    Raises:
-        UserError: the folder holds something else, or cannot be written or read.
     """
 
     def __init__(
@@ -113,14 +110,7 @@ class AnswerFolder:
 
     @contextmanager
     def open(self, run: Mapping[str, Any]) -> Iterator[None]:
-        """Take results inside the block; what has come is on the disk after it, however it ends.
-
-        Args:
-            run: facts about this run for the manifest.
-
-        Raises:
-            UserError: another process has the folder open, or it cannot be written.
-        """
+        """Take results inside the block, one process at a time; what has come is on the disk after it."""
         with ExitStack() as stack:
             with self._writing():
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -145,11 +135,7 @@ class AnswerFolder:
                 file.unlink(missing_ok=True)
 
     def parts(self) -> list[Path]:
-        """The files with rows, in order.
-
-        Raises:
-            UserError: there is another file whose name begins as theirs: who reads the folder would take it for one.
-        """
+        """The files with rows, in order; others that begin so are refused: a reader would take them for rows."""
         found = sorted(self.path.glob(f"{_PART}*"))
         for file in found:
             if not re.fullmatch(rf"{_PART}[0-9]{{6,15}}\.{self._form}", file.name):
@@ -159,7 +145,6 @@ class AnswerFolder:
         return found
 
     def _ids(self) -> set[str]:
-        """The ids of all rows that are here."""
         parts = self.parts()
         key = "custom_id" if "custom_id" in self._names else "id"
         found: set[str] = set()

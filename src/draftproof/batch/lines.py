@@ -15,10 +15,9 @@ from draftproof.batch.source import Row
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.request import Request
 from draftproof.provenance import digest
-from draftproof.server.api.answer import Answer
+from draftproof.server.api.answer import Answer, Endpoint, Form
 from draftproof.server.api.chat import CHAT
 from draftproof.server.api.completions import COMPLETIONS
-from draftproof.server.api.form import Endpoint, Form
 from draftproof.server.api.responses import RESPONSES
 from draftproof.server.api.token_text import TokenText
 from draftproof.server.errors import ApiError
@@ -32,12 +31,7 @@ _ENDPOINTS: dict[str, Endpoint[Any]] = {each.path: each for each in (CHAT, COMPL
 
 
 class OpenAIRows(RowForm):
-    """Rows with custom_id, method, url and body, answered in the shape of OpenAI's output files.
-
-    Args:
-        engine: answers them.
-        options: of the rows.
-    """
+    """Rows with custom_id, method, url and body, answered in the shape of OpenAI's output files."""
 
     def __init__(self, engine: DecodingLoop, options: RowOptions) -> None:
         self._options = options
@@ -110,11 +104,6 @@ class OpenAIRows(RowForm):
 
 
 def _body(kind: type[_Body], given: Any) -> _Body:
-    """A body of a line, an object or its JSON.
-
-    Raises:
-        ApiError: what is wrong with it.
-    """
     if isinstance(given, str):
         try:
             given = json.loads(given)

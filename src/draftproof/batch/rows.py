@@ -62,17 +62,7 @@ class RowOptions:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a row asks of the engine; arguments of `DecodingLoop.add`.
-
-    Attributes:
-        prompts: one or several.
-        params: of all of them.
-        prediction: what the answer may repeat.
-        speculates: whether anything is drafted.
-        constraint: the grammar of `params`, where it is compiled already.
-        reasoning: how the output begins, where the prompts are token ids of a chat.
-        more: what the form of the rows needs for the answer.
-    """
+    """What a row asks of the engine, as `DecodingLoop.add` takes it, and what the form of the rows needs besides."""
 
     prompts: Sequence[Prompt]
     params: SamplingParams
@@ -88,20 +78,13 @@ class RowForm(Protocol):
     """One of the two forms of rows, for one engine."""
 
     def ask(self, row: Row) -> Asked:
-        """What a row asks.
-
-        Raises:
-            Exception: it cannot be asked; `refused` says why in the row's output.
-        """
-        ...
+        """What a row asks; whatever it raises, `refused` says in the row's output."""
 
     def answer(self, row: Row, asked: Asked, requests: Sequence[Request]) -> tuple[list[Values], bool]:
         """The output rows of finished requests, and whether one of them failed."""
-        ...
 
     def refused(self, row: Row, error: BaseException) -> Values:
         """The output row of a row that could not be asked."""
-        ...
 
 
 def row_seed(seed: int, name: str | int) -> int:
@@ -110,15 +93,7 @@ def row_seed(seed: int, name: str | int) -> int:
 
 
 class PromptRows(RowForm):
-    """Rows with a prompt: a text, token ids, or the messages of a chat.
-
-    Args:
-        engine: answers them.
-        options: of the rows.
-
-    Raises:
-        UserError: sampling parameters that are out of range, or a chat without a template.
-    """
+    """Rows with a prompt: a text, token ids, or the messages of a chat."""
 
     def __init__(self, engine: DecodingLoop, options: RowOptions) -> None:
         self._engine = engine

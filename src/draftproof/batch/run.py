@@ -27,17 +27,7 @@ Answers = Callable[[Iterable[Row]], Generator[list[Result], None, None]]
 
 @dataclass
 class Summary:
-    """What a run did.
-
-    Attributes:
-        rows: of the input.
-        before: that had an output already.
-        answered: that this run has given one.
-        failed: of these, whose output is an error.
-        prompt_tokens, completion_tokens: read and made.
-        target_calls: forward passes of the target.
-        seconds: of this run, without loading.
-    """
+    """What a run did: rows with an output before it, those that it has answered, and of these those with an error."""
 
     rows: int
     before: int
@@ -64,13 +54,7 @@ class Summary:
 
 
 def settings_of(source: Source, engine: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
-    """What the answers depend on: the input, the models with their content, and every option that changes an answer.
-
-    Args:
-        source: the input.
-        engine: arguments of `Engine.load`.
-        options: of the rows.
-    """
+    """What the answers depend on: the input, the models with their content, and every option that changes an answer."""
     named = {name: engine.get(name) for name in ("target", "draft", "adapter")}
     quantized = engine.get("quantization_config")
     return {
@@ -95,14 +79,7 @@ def _content(name: str) -> str | None:
 def answer_all(
     source: Source, folder: AnswerFolder, answers: Answers, *, run: Mapping[str, Any], watch: Watch = silent
 ) -> Summary:
-    """Answer every row that has no output yet.
-
-    Args:
-        source: the input.
-        folder: takes the results.
-        answers: from rows to their results, in any order, some at a time.
-        run: facts about this run for the manifest.
-        watch: shows progress.
+    """Answer every row that has no output yet; `answers` go from rows to their results, in any order, some at a time.
 
     Raises:
         UserError: the folder cannot be written, or is another run's.

@@ -25,26 +25,16 @@ _NAMED = 5  # ids that an error names
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the input.
-
-    Attributes:
-        id: what the row's output is found by.
-        values: its columns, as JSON has them.
-    """
+    """A row of the input: what its output is found by, and its columns, as JSON has them."""
 
     id: str | int
     values: Mapping[str, Any]
 
 
 class Source:
-    """The rows of a file, which may be read several times and is the same each time.
-
-    Args:
-        path: a file whose name ends in .jsonl or .parquet.
+    """The rows of a .jsonl or .parquet file, which may be read several times and is the same each time.
 
     Attributes:
-        path: the file.
-        form: "jsonl" or "parquet".
         lines: whether the rows are lines of an OpenAI batch file.
         count: number of rows.
         integers: whether every id is a whole number.
@@ -71,7 +61,6 @@ class Source:
         self._open()
 
     def _open(self) -> None:
-        """Read all ids, and whatever else is the same for all rows."""
         seen: Counter[str] = Counter()
         self.lines = False
         self.integers = True
@@ -108,11 +97,7 @@ class Source:
         return f"{self.path}, row {number + 1}"
 
     def rows(self) -> Iterator[Row]:
-        """The rows, in order.
-
-        Raises:
-            UserError: the file is not what it was, or changes meanwhile.
-        """
+        """The rows, in order; a UserError where the file is not what it was, or changes meanwhile."""
         columns = LINE_KEYS if self.lines else ("id", *PROMPT_KEYS, "prediction")
         for number, values in enumerate(self._values(columns)):
             found = self._id_of(number, values)
@@ -133,11 +118,7 @@ class Source:
 
 
 class _Unchanged:
-    """Refuses to go on where an open file is not what it was.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Refuses to go on where an open file is not what it was."""
 
     def __init__(self, file: BinaryIO, digest: str, path: Path) -> None:
         self._file = file
@@ -164,11 +145,7 @@ class _Unchanged:
 
 
 def require_pyarrow(what: str) -> None:
-    """Refuse to go on without pyarrow.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Refuse to go on without pyarrow."""
     if find_spec("pyarrow") is None:
         raise UserError(f"{what} needs pyarrow: pip install 'draftproof[batch]', or use .jsonl")
 

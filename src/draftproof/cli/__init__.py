@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 import traceback
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -129,33 +130,21 @@ app = typer.Typer(
 )
 
 
+_flag = partial(typer.Option, expose_value=False)
+_HELP = {
+    "version": "Show the version and exit.",
+    "debug": "Show the traceback of an error.",
+    "offline": "Download nothing: a model that is not on this machine is an error. So does HF_HUB_OFFLINE=1.",
+}
+
+
 @app.callback()
 def _root(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_show_version, is_eager=True, expose_value=False, help="Show the version and exit."
-        ),
-    ] = False,
+    version: Annotated[bool, _flag("--version", callback=_show_version, is_eager=True, help=_HELP["version"])] = False,
     debug: Annotated[
-        bool,
-        typer.Option(
-            "--debug",
-            callback=_set_debug,
-            envvar="DRAFTPROOF_DEBUG",
-            expose_value=False,
-            help="Show the traceback of an error.",
-        ),
+        bool, _flag("--debug", callback=_set_debug, envvar="DRAFTPROOF_DEBUG", help=_HELP["debug"])
     ] = False,
-    offline: Annotated[
-        bool,
-        typer.Option(
-            "--offline",
-            callback=_go_offline,
-            expose_value=False,
-            help="Download nothing: a model that is not on this machine is an error. So does HF_HUB_OFFLINE=1.",
-        ),
-    ] = False,
+    offline: Annotated[bool, _flag("--offline", callback=_go_offline, help=_HELP["offline"])] = False,
 ) -> None:
     """Speculative decoding for any Hugging Face causal language model: faster, with its own output distribution."""
 

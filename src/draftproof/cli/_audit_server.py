@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from draftproof.audit.served.checks import PROMPTS
+from draftproof.audit.served.client import Client
+from draftproof.audit.served.pairs import audit_pair, words
+from draftproof.audit.served.report import HEADS, ServerReport
+from draftproof.audit.served.run import Audit, Finding, settle
 from draftproof.audit.served.run import Options as Audited
+from draftproof.audit.served.scoring import Reference
 from draftproof.cli._options import Options, with_options
-
-if TYPE_CHECKING:
-    from draftproof.audit.served.report import ServerReport
+from draftproof.cli._prompts import read_prompts
+from draftproof.cli._results import print_table
+from draftproof.errors import UserError
+from draftproof.files import whole_file
+from draftproof.provenance import run_facts
 
 _HELP_KEY = "The server's API key; better in the variable DRAFTPROOF_AUDIT_KEY, which no list of processes shows."
 _HELP_REFERENCE_KEY = "That of the second server, or DRAFTPROOF_REFERENCE_KEY."
@@ -46,22 +54,23 @@ def server(
 
     OPENAI_API_KEY is read too, and goes to https://api.openai.com only.
     """
-    from draftproof.audit.served.prompts import read_prompts
-    from draftproof.errors import UserError
-
     if (target is None) == (reference_url is None):
         raise UserError("give either --target (the weights that the server serves) or --reference-url")
     chosen = Audited(**options)
-    texts = read_prompts(prompts)
-    with ExitStack() as stack:
-        progress = stack.enter_context(_Shown())
-        made = {"model": model, "timeout": timeout, "key": api_key}
+    texts = list(PROMPTS) if prompts is None else [each.text for each in read_prompts(prompts)]
+    facts = run_facts()
+    made: dict[str, Any] = {"model": model, "timeout": timeout}
+    client = Client(url, key=api_key, **made)
+    with _shown() as progress:
         if target is not None:
-            report = _against_weights(url, target, draft, chosen, texts, out, made, progress)
+            how = {"folder": out, "progress": progress}
+            found, reference, findings = _against_weights(client, (target, draft), chosen, texts, **how)
         else:
             assert reference_url is not None, "one of them is given"
-            other = {**made, "key": reference_api_key, "key_name": "DRAFTPROOF_REFERENCE_KEY"}
-            report = _against_server(url, reference_url, chosen, texts, made, other, progress)
+            other = Client(reference_url, key=reference_api_key, key_name="DRAFTPROOF_REFERENCE_KEY", **made)
+            reference = f"the server at {reference_url}"
+            found, findings = asyncio.run(audit_pair(client, other, chosen, texts, words, progress=progress))
+    report = ServerReport(found, reference, chosen, texts, findings, facts)
     _write(report, out)
     if as_json:
         for finding in report.findings:
@@ -70,63 +79,28 @@ def server(
     elif markdown:
         typer.echo(report.markdown(), nl=False)
     else:
-        _print(report)
+        print_table(HEADS, report.rows())
+        typer.echo(f"\n{report.conclusion()}")
     if report.verdict == "FAIL":
         raise typer.Exit(1)
 
 
 def _against_weights(
-    url: str,
-    target: str,
-    draft: str | None,
-    options: Audited,
-    texts: Sequence[str],
-    out: Path | None,
-    made: dict[str, Any],
-    progress: Callable[[str, int, int], None],
-) -> ServerReport:
-    from draftproof.audit.served.client import Client
-    from draftproof.audit.served.report import ServerReport
-    from draftproof.audit.served.run import Audit, settle
-    from draftproof.audit.served.scoring import Reference
-    from draftproof.provenance import run_facts
-
-    facts = run_facts()
-    client = Client(url, **made)
+    client: Client, names: tuple[str, str | None], options: Audited, texts: Sequence[str], **how: Any
+) -> tuple[dict[str, Any], str, list[Finding]]:
+    """What a server says of itself, what it was compared with, and the findings."""
+    target, draft = names
     dtype = settle(options)
     right = Reference.load(target, draft)
     rounded = None if dtype is None else Reference.load(target, draft, dtype=dtype)
-    audit = Audit(client, right, options, texts, rounded=rounded, folder=out, progress=progress)
+    audit = Audit(client, right, options, texts, rounded=rounded, **how)
     findings = asyncio.run(audit.run())
-    named = f"{target} in float32" + (f", with the draft model {draft}" if draft else "")
-    return ServerReport(audit.server, named, options, texts, findings, facts)
-
-
-def _against_server(
-    url: str,
-    reference_url: str,
-    options: Audited,
-    texts: Sequence[str],
-    made: dict[str, Any],
-    other: dict[str, Any],
-    progress: Callable[[str, int, int], None],
-) -> ServerReport:
-    from draftproof.audit.served.client import Client
-    from draftproof.audit.served.pairs import audit_pair, words
-    from draftproof.audit.served.report import ServerReport
-    from draftproof.provenance import run_facts
-
-    facts = run_facts()
-    clients = Client(url, **made), Client(reference_url, **other)
-    found, findings = asyncio.run(audit_pair(*clients, options, texts, words, progress=progress))
-    return ServerReport(found, f"the server at {reference_url}", options, texts, findings, facts)
+    return audit.server, f"{target} in float32" + (f", with the draft model {draft}" if draft else ""), findings
 
 
 def _write(report: ServerReport, out: Path | None) -> None:
     if out is None:
         return
-    from draftproof.files import whole_file
-
     out.mkdir(parents=True, exist_ok=True)
     with whole_file(out / "report.md") as path:
         path.write_text(report.markdown(), encoding="utf-8")
@@ -135,34 +109,18 @@ def _write(report: ServerReport, out: Path | None) -> None:
         path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
-def _print(report: ServerReport) -> None:
-    from draftproof.audit.served.report import HEADS
+@contextmanager
+def _shown() -> Iterator[Callable[[str, int, int], None]]:
+    """Shows the progress of each check on stderr, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
 
-    rows = report.rows()
-    widths = [max(len(row[at]) for row in [HEADS, *rows]) for at in range(len(HEADS) - 1)]
-    for row in [HEADS, *rows]:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        typer.echo("  ".join([*cells, row[-1]]).rstrip())
-    typer.echo(f"\n{report.conclusion()}")
+    console, tasks = Console(stderr=True), dict[str, Any]()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
 
+        def advance(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bar.add_task(name, total=total)
+            bar.update(tasks[name], completed=done)
 
-class _Shown:
-    """A progress bar on stderr, where that is a terminal."""
-
-    def __enter__(self) -> Callable[[str, int, int], None]:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        console = Console(stderr=True)
-        self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
-        self._bar.start()
-        self._tasks: dict[str, Any] = {}
-        return self._advance
-
-    def _advance(self, name: str, done: int, total: int) -> None:
-        if name not in self._tasks:
-            self._tasks[name] = self._bar.add_task(name, total=total)
-        self._bar.update(self._tasks[name], completed=done)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        yield advance

@@ -21,14 +21,7 @@ _WHETHER = {"true": True, "on": True, "yes": True, "false": False, "off": False,
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a conversation.
-
-    Attributes:
-        takes: what follows its name, for /help; empty where nothing does.
-        about: what it does, for /help.
-        run: does it, with what follows its name.
-        needs: whether something has to follow its name.
-    """
+    """A command of a conversation: what follows its name and what it does, for /help; whether something must follow."""
 
     takes: str
     about: str
@@ -37,11 +30,7 @@ class Command:
 
 
 def take(conversation: Conversation, line: str) -> Iterator[Event]:
-    """Do what the user has entered: a command, or a message to answer.
-
-    Raises:
-        UserError: a command that does not exist or cannot be done, or a message that cannot be answered.
-    """
+    """Do what the user has entered: a command, or a message to answer; a UserError where it cannot be done."""
     if not line.startswith("/"):
         yield from conversation.say(_message(line))
         return
@@ -191,11 +180,7 @@ def _values(*, sampling: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(name: str, text: str) -> Mapping[str, Any]:
-    """The value of a sampling parameter, by its name.
-
-    Raises:
-        UserError: it is none.
-    """
+    """The value of a sampling parameter, by its name; a UserError where it is none."""
     option, kind = f"--{name.replace('_', '-')}", CHAT_SAMPLING.kind(name)
     if kind is bool:
         if text.lower() not in _WHETHER:

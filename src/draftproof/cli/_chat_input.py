@@ -14,12 +14,7 @@ _PROMPT, _FURTHER = ">>> ", "... "
 
 
 class LineReader:
-    """Reads what a user enters; what was entered before comes back with the arrow keys, and is kept in no file.
-
-    Args:
-        is_open: whether a text goes on in the next line when Enter is pressed.
-        completions: the words that can stand in place of the last one of a line.
-    """
+    """Reads what a user enters; what was entered before comes back with the arrow keys, and is kept in no file."""
 
     def __init__(self, is_open: Callable[[str], bool], completions: Callable[[str], list[str]]) -> None:
         self._session: PromptSession[str] = PromptSession(
@@ -33,12 +28,7 @@ class LineReader:
         )
 
     def __call__(self) -> str:
-        """The next line, or several.
-
-        Raises:
-            EOFError: Ctrl-D.
-            KeyboardInterrupt: Ctrl-C.
-        """
+        """The next line, or several; EOFError for Ctrl-D, KeyboardInterrupt for Ctrl-C."""
         return self._session.prompt()
 
 

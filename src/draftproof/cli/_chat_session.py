@@ -24,13 +24,7 @@ _AGAIN = "Ctrl-D or /exit leaves"
 
 
 class Screen:
-    """Shows what comes of a conversation: answers on stdout, all else on stderr.
-
-    Args:
-        conversation: whose events are shown.
-        show_drafts: colour the tokens that were drafted and accepted, by where they came from.
-        quiet: leave out the line after each answer.
-    """
+    """Shows what comes of a conversation: answers on stdout, all else on stderr."""
 
     def __init__(self, conversation: Conversation, *, show_drafts: bool, quiet: bool) -> None:
         self._conversation = conversation
@@ -94,9 +88,6 @@ class DraftedText:
     """Divides the text of an answer into what was drafted and what the target added.
 
     Text is held back where later tokens may change it, so a chunk may have text of tokens of an earlier one.
-
-    Args:
-        conversation: in which the answer is made.
     """
 
     def __init__(self, conversation: Conversation) -> None:
@@ -133,14 +124,7 @@ def status(request: Request) -> str:
 
 
 def converse(conversation: Conversation, screen: Screen, first: str | None, *, quiet: bool) -> None:
-    """Read messages and commands from the terminal until the user leaves.
-
-    Args:
-        conversation: to go on with.
-        screen: shows what comes of it.
-        first: a message that is answered at once.
-        quiet: leave out what is said at the beginning.
-    """
+    """Read messages and commands from the terminal until the user leaves; the message `first` is answered at once."""
     from draftproof.cli._chat_input import LineReader  # prompt_toolkit is needed on terminals only
 
     read = LineReader(is_open, completions)

@@ -21,12 +21,7 @@ TOO_LONG = 120.0  # seconds after which two pairs are enough
 
 @dataclass(frozen=True)
 class Timing:
-    """One timed run of an engine on all prompts.
-
-    Attributes:
-        tokens_per_second: of all prompts together.
-        drafted: number of drafted tokens.
-    """
+    """One timed run of an engine: tokens a second of all prompts together, and the number of drafted tokens."""
 
     tokens_per_second: float
     drafted: int

@@ -30,13 +30,7 @@ class PromptInput:
 
 @dataclass(frozen=True)
 class Failure:
-    """A continuation that could not be finished.
-
-    Attributes:
-        prompt: its text; None for token ids.
-        index: which of the continuations of its prompt.
-        error: why.
-    """
+    """A continuation of a prompt that could not be finished; token ids have no text."""
 
     prompt: str | None
     index: int
@@ -50,14 +44,7 @@ class Failure:
 def as_inputs(
     engine: Engine, sources: Sequence[PromptText], *, chat: bool | None, system: str | None
 ) -> tuple[list[PromptInput], str]:
-    """The prompts for the engine, and a notice where the chat template is applied although no option says so.
-
-    Args:
-        engine: loaded.
-        sources: the texts.
-        chat: whether to apply the template; None applies it if there is one.
-        system: a system message, which needs the template.
-    """
+    """The prompts for the engine, and a notice where the chat template is applied although no option says so."""
     applied = system is not None or (engine.prompts.has_template if chat is None else chat)
     if not applied:
         return [PromptInput(source.text, source.where) for source in sources], ""
@@ -71,18 +58,7 @@ def as_inputs(
 
 @dataclass(frozen=True)
 class GenerateRun:
-    """One call of the command, after everything is loaded: decode, print, compare.
-
-    Attributes:
-        engine: loaded.
-        inputs: the prompts.
-        params: sampling parameters in effect.
-        given: names of those that the user has set.
-        as_json: print objects in place of text.
-        with_plain: compare with plain decoding.
-        quiet: leave out the summary.
-        prediction: a text that the continuations may repeat.
-    """
+    """One call of the command, after everything is loaded: decode, print, compare."""
 
     engine: Engine
     inputs: Sequence[PromptInput]
@@ -94,11 +70,7 @@ class GenerateRun:
     prediction: str | None = None
 
     def __call__(self) -> None:
-        """Print results on stdout, then the summary and the comparison on stderr.
-
-        Raises:
-            typer.Exit: with code 1, where a request failed.
-        """
+        """Print results on stdout, then summary and comparison on stderr; exit code 1 where a request failed."""
         start = time.perf_counter()
         single = len(self.inputs) == 1 and self.params.n == 1
         results = [self.stream()] if single and not self.as_json else self.collect()
@@ -130,10 +102,7 @@ class GenerateRun:
         return output
 
     def collect(self) -> list[Output | Failure]:
-        """Decode everything and print each continuation as soon as it and all before it are finished.
-
-        With --compare JSON waits: the comparison belongs into the objects.
-        """
+        """Decode everything and print what is finished, in order; with --compare JSON waits for the comparison."""
         results = []
         with _terminal.progress(len(self.inputs) * self.params.n) as (write, advance):
             for result in self.decode():
@@ -150,11 +119,7 @@ class GenerateRun:
         return results
 
     def decode(self) -> Iterator[Output | Failure]:
-        """Every continuation, in order, as soon as it is finished; nothing is decoded when a prompt cannot be.
-
-        Raises:
-            UserError: a prompt that cannot be decoded from, with the place where it stood.
-        """
+        """Every continuation, in order, as soon as it is finished; nothing is decoded when a prompt cannot be."""
         requests: list[Request] = []
         try:
             for each in self.inputs:
@@ -194,10 +159,7 @@ class GenerateRun:
         return f"prompt {number}" if self.params.n == 1 else f"prompt {number}, continuation {result.index + 1}"
 
     def show_comparison(self, results: Sequence[Output | Failure]) -> None:
-        """Measure against plain decoding with the same seeds, and print the outcome; prompts that failed are left out.
-
-        Nothing is measured where all failed.
-        """
+        """Measure against plain decoding with the same seeds, and print it; prompts that failed are left out."""
         n = self.params.n
         groups = [results[place : place + n] for place in range(0, len(results), n)]
         whole = [place for place, group in enumerate(groups) if all(isinstance(each, Output) for each in group)]

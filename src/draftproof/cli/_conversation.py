@@ -37,13 +37,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class Answered:
-    """The end of an answer.
-
-    Attributes:
-        request: with its counts and times.
-        stopped: whether the user stopped it.
-        note: what the user should know about its end; empty where the model ended it.
-    """
+    """The end of an answer, whether the user stopped it, and what the user should know about it."""
 
     request: Request
     stopped: bool
@@ -58,15 +52,10 @@ class Conversation:
 
     A message is kept when it has an answer: after an error, everything is as before.
 
-    Args:
-        engine: with a chat template.
-        sampling: sampling parameters that the user has set, by name.
-        system: the system message.
-
     Attributes:
-        engine: the same.
+        engine: with a chat template.
         messages: in OpenAI's form, each with a role and its content; the model's also with what it reasoned.
-        sampling: the same.
+        sampling: sampling parameters that the user has set, by name.
         params: the sampling parameters in effect: an answer is as long as the model makes it, where nothing else is
             set.
         closed: whether the user has ended it.
@@ -93,22 +82,14 @@ class Conversation:
     # --- answers --------------------------------------------------------------------------------------------------
 
     def say(self, text: str) -> Iterator[Event]:
-        """Answer a message.
-
-        Raises:
-            UserError: the message before it has no answer, or this one cannot be answered.
-        """
+        """Answer a message; a UserError where the one before it has no answer, or this one cannot be answered."""
         if self.messages and self.messages[-1]["role"] == "user":
             raise UserError("the last message has no answer: /retry answers it, /undo removes it")
         self._attempts = 0
         yield from self._answer([*self.messages, {"role": "user", "content": text}], self.params)
 
     def retry(self) -> Iterator[Event]:
-        """Answer the last message again, with another seed.
-
-        Raises:
-            UserError: there is no message, or it cannot be answered.
-        """
+        """Answer the last message again, with another seed."""
         asked = self.messages[:-1] if self.messages and self.messages[-1]["role"] == "assistant" else self.messages
         if not asked or asked[-1]["role"] != "user":
             raise UserError("there is no message to answer again")
@@ -149,7 +130,6 @@ class Conversation:
         yield Answered(request, stopped=not request.finished, note=self._end(request, text))
 
     def _end(self, request: Request, text: str) -> str:
-        """What the user should know about how an answer ended."""
         if not request.finished:
             return "stopped: what is shown is kept" if text else "stopped before the answer began: nothing is kept"
         if request.cutter.finish is not Finish.LENGTH:
@@ -176,36 +156,20 @@ class Conversation:
         self.messages = self.messages[: int(self.system is not None)]
 
     def undo(self) -> None:
-        """Remove the last exchange: the last message of the user, and its answer.
-
-        Raises:
-            UserError: there is none.
-        """
+        """Remove the last exchange: the last message of the user, and its answer."""
         places = [place for place, message in enumerate(self.messages) if message["role"] == "user"]
         if not places:
             raise UserError("there is nothing to undo")
         self.messages = self.messages[: places[-1]]
 
     def set(self, name: str, values: Mapping[str, Any]) -> None:
-        """Set a sampling parameter.
-
-        Args:
-            name: of the parameter.
-            values: with its value; empty for the model's own.
-
-        Raises:
-            UserError: a value that does not go with the others.
-        """
+        """Set a sampling parameter to its value; without one it is the model's own."""
         changed = {each: value for each, value in self.sampling.items() if each != name} | dict(values)
         self.params = self._merged(changed)
         self.sampling = changed
 
     def _merged(self, sampling: Mapping[str, Any]) -> SamplingParams:
-        """The parameters that the user has set, over the model's own.
-
-        Raises:
-            UserError: a value that does not go with the others.
-        """
+        """The parameters that the user has set, over the model's own."""
         try:
             return merged_params(sampling, replace(self.engine.default_params, max_tokens=None))
         except typer.BadParameter as error:
@@ -214,11 +178,7 @@ class Conversation:
     # --- files ----------------------------------------------------------------------------------------------------
 
     def save(self, file: Path) -> None:
-        """Write the messages as a JSON list, in OpenAI's form.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
+        """Write the messages as a JSON list, in OpenAI's form."""
         try:
             with whole_file(file) as work:
                 work.write_text(json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
@@ -226,11 +186,7 @@ class Conversation:
             raise UserError(f"cannot write {file}: {error.strerror or error}") from error
 
     def load(self, file: Path) -> None:
-        """Go on with the messages of a file.
-
-        Raises:
-            UserError: it cannot be read, or holds no messages.
-        """
+        """Go on with the messages of a file."""
         text = read_text(file)
         assert text is not None, "a file was named"
         try:
@@ -257,11 +213,6 @@ class Conversation:
 
 
 def _message(where: str, found: Any) -> Message:
-    """A message of a file.
-
-    Raises:
-        UserError: it is none.
-    """
     if not isinstance(found, dict) or found.get("role") not in ROLES:
         shown = found.get("role") if isinstance(found, dict) else found
         raise UserError(f"{where}: expected an object with a role ({', '.join(ROLES)}), got {_short(shown)}")

@@ -65,16 +65,7 @@ def named_target(options: Mapping[str, Any]) -> str | None:
 
 
 def load_engine(target: str, options: Mapping[str, Any], *, quiet: bool) -> Engine:
-    """The engine of these options; models are downloaded where they are not on this machine.
-
-    Args:
-        target: name of the target.
-        options: all other arguments of `Engine.load`.
-        quiet: show no progress.
-
-    Raises:
-        UserError: see `Engine.load`.
-    """
+    """The engine of a target and all other arguments of `Engine.load`; models that are not here are downloaded."""
     names = target, options["draft"] or default_draft(target, options["drafter"])
     obtain(*names, quiet=quiet)
     others = {name: value for name, value in options.items() if name not in ("target", "draft")}

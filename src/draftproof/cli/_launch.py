@@ -70,15 +70,7 @@ def _launched(processes: int, arguments: list[str]) -> int:
 
 
 def _explained(codes: dict[int, int], processes: int) -> int:
-    """The exit code after a failure; the error of process 0 has been printed by itself.
-
-    Args:
-        codes: exit codes of processes that failed, by rank; negative for a signal.
-        processes: number of all.
-
-    Raises:
-        UserError: a process was ended by a signal, or another one than process 0 failed.
-    """
+    """The exit code after a failure of processes, by rank; negative ones are signals. Process 0 has printed its own."""
     asked = {-signal.SIGTERM, -signal.SIGINT}  # by the launcher, because of the first that failed
     killed = {rank: code for rank, code in codes.items() if code < 0 and code not in asked}
     if not killed and codes.get(0, 0) > 0:

@@ -12,11 +12,7 @@ from typing import Any
 
 from draftproof.cli._terminal import note
 
-_QUIET = {
-    "TRANSFORMERS_VERBOSITY": "error",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TQDM_DISABLE": "1",
-}
+_QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
 # What loading torchao logs, which transformers does where it is installed: of kernels for other machines, and of enums
 _QUIET_LOGGERS = ("torchao", "torch.utils._pytree")
 

@@ -17,19 +17,8 @@ DTYPES = "auto, float32, bfloat16 or float16"
 DATASET = "a shipped data set, a file, FORM:FILE or hub:OWNER/NAME[:SPLIT[:COLUMN]]"
 MODELS, PROMPTS, MEASURED = "Models", "Prompts", "What is measured"
 _MODELS = (
-    "target",
-    "draft",
-    "drafter",
-    "models",
-    "judge",
-    "other",
-    "python",
-    "model",
-    "heads",
-    "head",
-    "kinds",
-    "layers",
-)
+    "target", "draft", "drafter", "models", "judge", "other", "python", "model", "heads", "head", "kinds", "layers",
+)  # fmt: skip
 _PROMPTS = ("dataset", "questions", "seeds", "tokens", "max_tokens", "repeats", "texts", "prompts", "form", "trials")
 _PANELS = dict.fromkeys((*_MODELS, "dtype", "backends", "verifier"), MODELS) | dict.fromkeys(_PROMPTS, PROMPTS)
 _HELP = {

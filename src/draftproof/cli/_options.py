@@ -19,15 +19,12 @@ _ATTRIBUTE = re.compile(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {5,}.*)*)", re.MULTILIN
 
 @dataclass(frozen=True)
 class Options:
-    """Fields of a dataclass that become options of a command.
+    """Fields of a dataclass that become options of a command; its docstring describes each of them.
 
     Attributes:
-        of: the dataclass; its docstring describes every field under `Attributes:`.
         panel: heading of these options in the help.
         only: the fields to use; all fields when empty.
-        names: names of options that are not the field's name, by field.
-        defaults: defaults that are not the field's default, by field.
-        help: help texts that are not the docstring's, by field.
+        names, defaults, help: of options, by field, where they are not the field's own.
         metavars: names of values in the help, by field.
         short: further names of options, such as "-n", by field.
         partial: leave options with the value None out: they were not given.
@@ -149,7 +146,6 @@ def _whole_or_none(text: Any) -> Any:
 
 
 def _shape(text: Any) -> Any:
-    """KxL as a pair of numbers."""
     if not isinstance(text, str):
         return text
     chains, _, length = text.partition("x")
@@ -160,7 +156,6 @@ def _shape(text: Any) -> Any:
 
 
 def _number(text: Any) -> Any:
-    """A number where the text is one, else the text."""
     try:
         return float(text)
     except ValueError:

@@ -25,23 +25,14 @@ class PromptText:
 
 
 def one_argument(words: Sequence[str] | None, name: str) -> str | None:
-    """The one argument of a command; None without one.
-
-    Raises:
-        typer.BadParameter: several words. Typer would refuse them too, and show them.
-    """
+    """The one argument of a command; None without one. Several words are refused: typer would show them."""
     if words and len(words) > 1:
         raise typer.BadParameter(f"expected one {name}, got {len(words)} words: put them in quotes")
     return words[0] if words else None
 
 
 def gather(argument: str | None, file: Path | None) -> list[PromptText]:
-    """The prompts of the command: those of the file, or the one of the argument or stdin.
-
-    Raises:
-        typer.BadParameter: none given, or both.
-        UserError: one that is empty or cannot be read.
-    """
+    """The prompts of the command: those of the file, or the one of the argument or stdin."""
     if file is not None:
         if argument is not None:
             raise typer.BadParameter("PROMPT and --prompts exclude each other: give one of them")
@@ -58,11 +49,7 @@ def _stdin() -> str:
 
 
 def read_prompts(file: Path) -> list[PromptText]:
-    """The prompts of a file: one a line; in .jsonl the prompt, text, first of turns, or instruction of each object.
-
-    Raises:
-        UserError: naming the file and the line.
-    """
+    """The prompts of a file: one a line; in .jsonl the prompt, text, first of turns, or instruction of each object."""
     # not splitlines: JSON text may hold its other line ends
     lines = enumerate(_decode(_bytes(file), str(file)).split("\n"), 1)
     places = [(f"{file}, line {number}", line.removesuffix("\r")) for number, line in lines if line.strip()]
@@ -73,11 +60,7 @@ def read_prompts(file: Path) -> list[PromptText]:
 
 
 def read_text(file: Path | None) -> str | None:
-    """The text of a file; None without one.
-
-    Raises:
-        UserError: it cannot be read, or is no text.
-    """
+    """The text of a file; None without one."""
     return None if file is None else _decode(_bytes(file), str(file))
 
 
@@ -97,7 +80,6 @@ def _decode(raw: bytes, where: str) -> str:
 
 
 def _of_json(line: str, where: str) -> str:
-    """The prompt in one line of JSON."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:

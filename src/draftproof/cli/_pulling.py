@@ -7,20 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from draftproof import models
 from draftproof.cli._terminal import note
+from draftproof.errors import UserError, reason
 
 if TYPE_CHECKING:
     from draftproof.models.download import Progress, Report
 
 
 def obtain(*names: str | None, quiet: bool = False) -> None:
-    """Pull those registered models among `names` that are not on this machine.
-
-    Raises:
-        UserError: downloads are forbidden, or one failed.
-    """
-    from draftproof import models
-
+    """Pull those registered models among `names` that are not on this machine."""
     missing = [name for name in names if name in models.REGISTRY and not models.pulled(name)]
     if not missing:
         return
@@ -31,9 +27,6 @@ def obtain(*names: str | None, quiet: bool = False) -> None:
 
 def first_target(*, quiet: bool = False) -> str:
     """The target of `generate` where none is named: a registered model, or the embedded one where it cannot be had."""
-    from draftproof import models
-    from draftproof.errors import UserError, reason
-
     try:
         obtain(models.FIRST_TARGET, quiet=quiet)
     except UserError as cause:
@@ -47,10 +40,7 @@ def first_target(*, quiet: bool = False) -> str:
 
 @contextmanager
 def shown_pull(*, quiet: bool = False) -> Iterator[tuple[Report, Progress]]:
-    """What `models.pull` reports to: a line for each step, and on a terminal a bar below them.
-
-    The bar has the length of the download where pip says it, and moves to and fro else.
-    """
+    """What `models.pull` reports to: a line for each step, and on a terminal a bar below them."""
     if quiet:
         yield lambda _: None, lambda *_: None
         return

@@ -31,12 +31,7 @@ def summary(outputs: Sequence[Output], seconds: float) -> str:
 
 
 def inherited(params: SamplingParams, given: Collection[str]) -> str:
-    """One line on the sampling parameters that the model's generation config has changed; empty where there are none.
-
-    Args:
-        params: the parameters in effect.
-        given: names of the parameters that the user has set.
-    """
+    """One line on the parameters that the model's generation config has changed, but for those in `given`."""
     usual = SamplingParams()
     values = {name: getattr(params, name) for name in MODEL_DEFAULTS if name not in given}
     shown = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftproof.cli._terminal import note
+from draftproof.progress import Watch, bar, silent
 
 if TYPE_CHECKING:
-    from draftproof.progress import Watch
     from draftproof.results import Results
 
 Out = Annotated[Path | None, typer.Option(metavar="NAME", help="Also write NAME.md and NAME.json.")]
@@ -24,8 +25,6 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; without it 
 
 def watch_for(*, quiet: bool) -> Watch:
     """Progress on stderr, or none."""
-    from draftproof.progress import bar, silent
-
     return silent if quiet else bar
 
 
@@ -38,6 +37,14 @@ def show(results: Results, out: Path | None, *, as_json: bool) -> None:
     typer.echo(results.markdown(), nl=False)
     for path in written:
         typer.echo(f"written: {path}")
+
+
+def print_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table with columns as wide as their longest cells."""
+    from draftproof.results import columns
+
+    for line in columns(heads, rows):
+        typer.echo(line)
 
 
 def drawing(*, plots: bool) -> bool:

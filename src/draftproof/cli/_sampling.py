@@ -36,17 +36,7 @@ CHAT_SAMPLING = replace(
 
 
 def sampling_options(command: Callable[..., Any], *, options: Options = SAMPLING) -> Callable[..., Any]:
-    """Replace the parameter `sampling` of a typer command by one option for each field of SamplingParams.
-
-    The command gets a dictionary by field; fields that are left to the model are not in it.
-
-    Args:
-        command: to change.
-        options: of these fields, or of some of them.
-
-    Raises (when the command runs):
-        typer.BadParameter: values that SamplingParams refuses.
-    """
+    """Replace the parameter `sampling` of a typer command, a dictionary of those given, by an option for each field."""
 
     @functools.wraps(command)
     def converted(*, sampling: Mapping[str, Any], **values: Any) -> Any:
@@ -57,11 +47,7 @@ def sampling_options(command: Callable[..., Any], *, options: Options = SAMPLING
 
 
 def given_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of SamplingParams from the values of the options.
-
-    Raises:
-        typer.BadParameter: a value out of range; the message names it and what is expected.
-    """
+    """Fields of SamplingParams from the values of the options; a typer.BadParameter names a value out of range."""
     given = dict(values)
     if "logit_bias" in given:
         given["logit_bias"] = _bias(given["logit_bias"])
@@ -70,11 +56,7 @@ def given_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged_params(given: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
-    """The given values over a model's defaults.
-
-    Raises:
-        typer.BadParameter: a value out of range; the message names it and what is expected.
-    """
+    """The given values over a model's defaults; a typer.BadParameter names a value out of range."""
     try:
         return replace(defaults, **given)
     except ValueError as error:

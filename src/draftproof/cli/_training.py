@@ -4,53 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar, runtime_checkable
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from draftproof.cli._libraries import quiet_libraries
 from draftproof.cli._pulling import obtain
+from draftproof.cli._results import watch_for
+from draftproof.training.drafter_options import DrafterJob
+from draftproof.training.feature_options import FeatureJob
+from draftproof.training.head_options import HeadJob
 
 Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
 
-@runtime_checkable
-class Job(Protocol):
-    """Options of a training run."""
-
-    @property
-    def out(self) -> Path:
-        """The directory that is written."""
-        ...
-
-
-AnyJob = TypeVar("AnyJob", bound=Job)
+_Job = TypeVar("_Job", DrafterJob, FeatureJob, HeadJob)
 
 
 def run(
-    make: Callable[[AnyJob, Any], dict[str, Any]],
-    job: AnyJob,
-    models: Sequence[str | None],
-    *,
-    as_json: bool,
-    quiet: bool,
+    make: Callable[[_Job, Any], dict[str, Any]], job: _Job, models: Sequence[str | None], *, as_json: bool, quiet: bool
 ) -> None:
-    """Run a job, with a progress bar unless `quiet`, and print its figures and the path of its directory.
-
-    Args:
-        make: what runs the job.
-        job: its options.
-        models: names of the models that it reads; registered ones are pulled first.
-        as_json: print the figures as JSON.
-        quiet: show no progress.
-    """
-    from draftproof.progress import bar, silent
-
+    """Run a job, which reads models of these names, and print its figures and the path of its directory."""
     with quiet_libraries():
         obtain(*models, quiet=quiet)
-        summary = make(job, silent if quiet else bar)
+        summary = make(job, watch_for(quiet=quiet))
     if as_json:
         typer.echo(json.dumps({"path": str(job.out), **summary}))
         return
@@ -60,7 +37,6 @@ def run(
 
 
 def _lines(summary: dict[str, Any], indent: str = "") -> list[str]:
-    """One line for each figure; nested figures are indented."""
     made = []
     for name, value in summary.items():
         words = name.replace("_", " ")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import methodcaller
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
 
 from draftproof.cli import _audit_server
+from draftproof.cli._results import print_table
+from draftproof.progress import bar, silent
 
 if TYPE_CHECKING:
     from draftproof.audit.adapters import Report
@@ -28,11 +31,7 @@ class Audits(TyperGroup):
         return super().resolve_command(ctx, args if named else ["check", *args])
 
 
-app = typer.Typer(
-    cls=Audits,
-    add_completion=False,
-    no_args_is_help=True,
-)
+app = typer.Typer(cls=Audits, add_completion=False, no_args_is_help=True)
 app.command()(_audit_server.server)
 _log = logging.getLogger(__name__)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on each line.")]
@@ -78,21 +77,13 @@ def rules(
     as_json: Json = False,
 ) -> None:
     """Enumerate our own rules on adversarial toy models; exit code 1 if a distribution is not what it should be."""
-    import torch
-
     from draftproof.audit.rules import audit_rules, count_lines
 
-    torch.set_num_threads(1)  # tensors of three tokens
     names = rule or []
-    lines = []
-    for line in _counted(audit_rules(names, full=full), count_lines(names), "auditing"):
-        lines.append(line)
-        if as_json:
-            typer.echo(json.dumps(line.to_dict()))
+    lines = _collected(audit_rules(names, full=full), count_lines(names), "auditing", as_json=as_json)
     if not as_json:
         _print_lines(lines)
-    if any(line.verdict == "FAIL" for line in lines):
-        raise typer.Exit(1)
+    _exit_unless(all(line.verdict != "FAIL" for line in lines))
 
 
 @app.command()
@@ -105,29 +96,28 @@ def compositions(
     as_json: Json = False,
 ) -> None:
     """Enumerate every lossless drafter with every stopper and rule; exit code 1 if one is not exact."""
-    import torch
-
     from draftproof.audit.compositions import compositions as all_of_them
     from draftproof.audit.compositions import markdown as page
 
-    torch.set_num_threads(1)  # tensors of three tokens
     made = list(all_of_them())
     if markdown:
         typer.echo(page(made), nl=False)
         return
-    worst, rows = 0.0, []
-    for one in _counted(made, len(made), "enumerating"):
-        enumerated = one.lossless and not one.refused and (full or not one.slow)
-        distance = one.distance() if enumerated else None
-        worst = max(worst, distance or 0.0)
-        if as_json:
-            typer.echo(json.dumps(one.to_dict() | {"total_variation": distance}))
-        elif distance is not None:
-            rows.append((one.drafter, one.stopper, one.rule, f"{distance:.1e}", "ok" if distance < EXACT else "FAIL"))
+
+    def distances() -> Iterator[tuple[Any, float | None]]:
+        for one in made:
+            yield one, one.distance() if one.lossless and not one.refused and (full or not one.slow) else None
+
+    def shown(found: Any) -> dict[str, Any]:
+        one, distance = found
+        return {**one.to_dict(), "total_variation": distance}
+
+    found = _collected(distances(), len(made), "enumerating", as_json=as_json, shown=shown)
+    enumerated = [(one, distance) for one, distance in found if distance is not None]
     if not as_json:
-        _table(("drafter", "stopper", "rule", "total variation", ""), rows)
-    if worst >= EXACT:
-        raise typer.Exit(1)
+        rows = [(one.drafter, one.stopper, one.rule, f"{far:.1e}", _verdict(far < EXACT)) for one, far in enumerated]
+        print_table(("drafter", "stopper", "rule", "total variation", ""), rows)
+    _exit_unless(all(distance < EXACT for _, distance in enumerated))
 
 
 @app.command()
@@ -137,28 +127,20 @@ def sprinter(
     as_json: Json = False,
 ) -> None:
     """Train small verifiers on toy pairs and enumerate SPRINTER's output; exit code 1 if Theorem 3.1 does not hold."""
-    import torch
-
     from draftproof.audit.sprinter import audit_sprinter
 
-    torch.set_num_threads(1)  # tensors of three tokens
-    lines = []
-    for line in _counted(audit_sprinter(pairs), 2 * pairs, "training and enumerating"):
-        lines.append(line)
-        if as_json:
-            typer.echo(json.dumps(line.to_dict()))
+    lines = _collected(audit_sprinter(pairs), 2 * pairs, "training and enumerating", as_json=as_json)
     if not as_json:
         rows = [
             (
                 *(line.pair, line.verifier, f"{line.passed:.0%}", f"{line.distance:.1e}", f"{line.excess:.1e}"),
-                *(f"{line.drift:.4f}", f"{line.eta_fp:.3f}", f"{line.predicted:.4f}", "ok" if line.exact else "FAIL"),
+                *(f"{line.drift:.4f}", f"{line.eta_fp:.3f}", f"{line.predicted:.4f}", _verdict(line.exact)),
             )
             for line in lines
         ]
-        _table(SPRINTER_HEADS, rows)
+        print_table(SPRINTER_HEADS, rows)
         typer.echo(SPRINTER_NOTE)
-    if not all(line.exact for line in lines):
-        raise typer.Exit(1)
+    _exit_unless(all(line.exact for line in lines))
 
 
 @app.command()
@@ -187,26 +169,20 @@ def check(
     """
     if kind not in {None, "chain", "path"}:
         raise typer.BadParameter(f"--kind: expected chain or path, got {kind!r}")
-    import torch
-
     from draftproof.audit.check import Kind, load_rule, shapes
     from draftproof.audit.check import check as lines_of
 
-    torch.set_num_threads(1)
     candidate = load_rule(target, cast("Kind | None", kind))
     found = lines_of(candidate, full=full, samples=samples, alpha=alpha, seed=seed, tolerance=tolerance)
-    lines: list[CheckLine] = list(_counted(found, len(shapes(candidate, full=full)), target))
+    lines: list[CheckLine] = _collected(found, len(shapes(candidate, full=full)), target, as_json=as_json)
     passed = all(line.verdict == "ok" for line in lines)
     if as_json:
-        for line in lines:
-            typer.echo(json.dumps(line.to_dict()))
         typer.echo(json.dumps(_conclusion(candidate, lines, alpha, tolerance, passed=passed)))
     else:
         typer.echo(f"{target}: a {candidate.kind} rule, {_method(candidate, samples)}\n")
         _print_checks(lines)
         typer.echo(f"\n{_in_words(candidate, lines, alpha, tolerance, passed=passed)}")
-    if not passed:
-        raise typer.Exit(1)
+    _exit_unless(passed)
 
 
 @app.command()
@@ -223,20 +199,14 @@ def packages(
     transformers is enumerated: its rule, and the output of `generate` with each of its generators of drafts.
     vLLM and SGLang are tested by statistics, in an environment in which they are installed.
     """
-    import torch
-
     from draftproof.audit.adapters import chosen
 
-    torch.set_num_threads(1)
     audits = chosen(only or [])
-    reports = list(_counted((run(full=full) for run in audits), len(audits), "auditing"))
-    for report in reports:
-        if as_json:
-            typer.echo(json.dumps(report.to_dict()))
-        else:
+    reports = _collected((run(full=full) for run in audits), len(audits), "auditing", as_json=as_json)
+    if not as_json:
+        for report in reports:
             _print_report(report)
-    if any(report.status == "FAIL" for report in reports):
-        raise typer.Exit(1)
+    _exit_unless(all(report.status != "FAIL" for report in reports))
 
 
 @app.command(hidden=True)
@@ -253,7 +223,7 @@ def _method(candidate: Candidate, samples: int) -> str:
 
 
 def _print_checks(lines: Sequence[CheckLine]) -> None:
-    _table(CHECK_HEADS, [_check_row(line) for line in lines])
+    print_table(CHECK_HEADS, [_check_row(line) for line in lines])
     first = {why: (line.model, chance) for line in reversed(lines) for why, chance in line.failures.items()}
     for why, (model, chance) in first.items():
         typer.echo(f"on {model} it {why}" + (f" (probability {chance:.2g})" if chance else ""))
@@ -278,7 +248,6 @@ def _worst(lines: Sequence[CheckLine]) -> CheckLine:
 def _conclusion(
     candidate: Candidate, lines: Sequence[CheckLine], alpha: float, tolerance: float, *, passed: bool
 ) -> dict[str, Any]:
-    """The last line of JSON: the verdict on the rule."""
     worst = _worst(lines)
     detectable = [line.detectable for line in lines if line.detectable is not None]
     return {
@@ -321,10 +290,10 @@ def _print_report(report: Report) -> None:
     for lines, width, limit in ((report.lines, "float64", "1e-12"), (report.rounded, "float32", "1e-06")):
         if lines:
             typer.echo(f"\nin {width}, with a total variation below {limit} required:")
-            _table(OTHER_HEADS, [_other_row(line) for line in lines])
+            print_table(OTHER_HEADS, [_other_row(line) for line in lines])
     if report.sampled:
         typer.echo("\nby statistics, in float32:")
-        _table(CHECK_HEADS, [_check_row(line) for line in report.sampled])
+        print_table(CHECK_HEADS, [_check_row(line) for line in report.sampled])
     for note in report.notes:
         typer.echo(f"\nnote: {note}")
 
@@ -338,13 +307,13 @@ def _other_row(line: CheckLine) -> tuple[str, ...]:
 def _print_lines(lines: Sequence[Line]) -> None:
     from draftproof.audit.rules import RuleLine
 
-    _table(RULE_HEADS, [_rule_row(line) for line in lines if isinstance(line, RuleLine)])
+    print_table(RULE_HEADS, [_rule_row(line) for line in lines if isinstance(line, RuleLine)])
     claims = [line for line in lines if not isinstance(line, RuleLine)]
     for heads, kind in ((CLAIM_HEADS, "identity"), (ORDER_HEADS, "ordering")):
         rows = [_claim_row(line) for line in claims if line.kind == kind]
         if rows:
             typer.echo("")
-            _table(heads, rows)
+            print_table(heads, rows)
     typer.echo("")
     typer.echo(NOTE)
 
@@ -367,30 +336,32 @@ def _claim_row(line: ClaimLine) -> tuple[str, ...]:
     return (line.claim, f"{line.value:.1e}", line.worst_model, line.verdict)
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    from draftproof.results import columns
-
-    for line in columns(heads, rows):
-        typer.echo(line)
+def _verdict(good: bool) -> str:
+    return "ok" if good else "FAIL"
 
 
-def _counted(items: Iterable[Any], total: int, words: str) -> Iterator[Any]:
-    """The items, with a progress bar on stderr if that is a terminal."""
-    with _bar(total, words) as advance:
-        for item in items:
-            advance()
-            yield item
+def _exit_unless(good: bool) -> None:
+    if not good:
+        raise typer.Exit(1)
 
 
-@contextmanager
-def _bar(total: int, words: str) -> Iterator[Any]:
-    from rich.console import Console
-    from rich.progress import Progress
+def _collected(
+    lines: Iterable[Any],
+    total: int,
+    words: str,
+    *,
+    as_json: bool,
+    shown: Callable[[Any], dict[str, Any]] = methodcaller("to_dict"),
+) -> list[Any]:
+    """The lines of an audit, made with progress on stderr if that is a terminal; as JSON each is printed at once."""
+    import torch
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda: None
-        return
-    with Progress(console=console, transient=True, redirect_stdout=False) as bar:
-        task = bar.add_task(words, total=total)
-        yield lambda: bar.advance(task)
+    torch.set_num_threads(1)  # tensors of three tokens
+    made = []
+    with (bar if sys.stderr.isatty() else silent)(words, total, 0) as tick:
+        for line in lines:
+            made.append(line)
+            tick(len(made))
+            if as_json:
+                typer.echo(json.dumps(shown(line)))
+    return made

@@ -136,7 +136,6 @@ def _on_ray(address: str, engine: Mapping[str, Any], options: RowOptions, worker
 
 
 def _show(summary: Summary, out: Path) -> None:
-    """The summary on stderr."""
     found = summary.to_dict()
     words = [f"{summary.answered} of {summary.rows} rows answered in {summary.seconds:.1f} s"]
     if summary.before:

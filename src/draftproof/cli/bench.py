@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from draftproof import models
-from draftproof.bench.plan import BenchOptions
-from draftproof.cli._bench_compare import batches, engines, rules, stoppers
+from draftproof.bench import measures
+from draftproof.bench.batches import BatchComparison, compare_batches
+from draftproof.bench.engines import EngineComparison, compare_engines
+from draftproof.bench.estimate import Estimate
+from draftproof.bench.model_cache import ModelCache
+from draftproof.bench.plan import BenchOptions, plan
+from draftproof.bench.quality import score
+from draftproof.bench.report import REPORT, by_setting, write_report
+from draftproof.bench.rules import RuleComparison, compare_rules
+from draftproof.bench.run import run
+from draftproof.bench.stoppers import StopperComparison, compare_stoppers, draw
+from draftproof.bench.summary import Summary
 from draftproof.cli._launch import divide
 from draftproof.cli._libraries import quiet_libraries
-from draftproof.cli._measurement import DATASET, NAMES
+from draftproof.cli._measurement import DATASET, NAMES, measurement
 from draftproof.cli._options import Options, with_options
 from draftproof.cli._parts import BACKEND_HELP, DRAFTER_HELP, STOPPER_HELP, VERIFIER_HELP
 from draftproof.cli._pulling import obtain
 from draftproof.cli._results import Device, Plots, Quiet, drawing, watch_for
 from draftproof.cli._terminal import note
-
-if TYPE_CHECKING:
-    from draftproof.bench.estimate import Estimate
-    from draftproof.bench.summary import Summary
+from draftproof.results import columns
 
 app = typer.Typer(
     add_completion=False,
@@ -67,8 +74,7 @@ def run_(
     ] = None,
     options: Any,
     n: Annotated[
-        list[int] | None,
-        typer.Option("--n", help="Draft length: short for --stopper fixed:N.", rich_help_panel=_LISTS),
+        list[int] | None, typer.Option("--n", help="Draft length: short for --stopper fixed:N.", rich_help_panel=_LISTS)
     ] = None,
     device: Device = None,
     trust_remote_code: Annotated[
@@ -88,11 +94,6 @@ def run_(
 
     Without options the pair of models inside the package is measured on openings of children's stories.
     """
-    from draftproof.bench.model_cache import ModelCache
-    from draftproof.bench.plan import plan
-    from draftproof.bench.quality import score
-    from draftproof.bench.run import run
-
     lengths = tuple(f"fixed:{length}" for length in n or ())
     chosen = BenchOptions(**{**options, "stopper": (*(options.get("stopper") or ()), *lengths) or None})
     if tensor_parallel != 1:
@@ -123,17 +124,60 @@ def report(
     _finish(folder, as_json=as_json, plots=plots)
 
 
-app.command("batches")(batches)
-app.command("engines")(engines)
-app.command("rules")(rules)
-app.command("stoppers")(stoppers)
+_TARGET = {"target": models.DEFAULT_TARGET}
+_NO_DRAFT = "A draft model; without it none."
+
+app.command("batches")(
+    measurement(
+        BatchComparison,
+        compare_batches,
+        "Compare a drafter with plain decoding for several numbers of requests at once, in turns on the same "
+        "questions.",
+        defaults=_TARGET,
+        texts={"draft": _NO_DRAFT, "drafter": f"Measured beside plain decoding. {DRAFTER_HELP}"},
+        leave=("queue", "fewest"),
+    )
+)
+app.command("engines")(
+    measurement(
+        EngineComparison,
+        compare_engines,
+        """Compare tokens a second with another engine that runs in a process of its own, in turns on the same prompts.
+
+        The other engine may be installed in an environment of its own: name its Python with --python.
+        """,
+        defaults=_TARGET,
+        metavars={"python": "FILE", "model": "PATH"},
+        texts={
+            "draft": _NO_DRAFT,
+            "drafter": f"A drafter, measured beside plain decoding; without it none. {DRAFTER_HELP}",
+        },
+    )
+)
+app.command("rules")(
+    measurement(
+        RuleComparison,
+        compare_rules,
+        "Compare verification rules by tokens per target call, for draft lengths and numbers of drafts.",
+        names={"seeds": None},
+        metavars={"synthetic": "SIZE"},
+        texts={"rules": f"{VERIFIER_HELP}; without it all lossless rules that need a draft model"},
+    )
+)
+app.command("stoppers")(
+    measurement(
+        StopperComparison,
+        compare_stoppers,
+        "Compare stoppers with fixed draft lengths: discarded tokens and target calls per token, and what they cost.",
+        names={"seeds": None},
+        texts={"stoppers": f"{STOPPER_HELP}; without it a range of all kinds"},
+        draw=draw,
+    )
+)
 
 
 def _finish(out: Path, *, as_json: bool, plots: bool) -> None:
     """Write the report, and print its figures and its path."""
-    from draftproof.bench.report import REPORT, by_setting, write_report
-    from draftproof.results import columns
-
     found = write_report(out, plots=drawing(plots=plots))
     if as_json:
         for one in found:
@@ -146,9 +190,6 @@ def _finish(out: Path, *, as_json: bool, plots: bool) -> None:
 
 
 def _row(one: Summary) -> tuple[str, ...]:
-    """The cells of a method under TERMINAL_HEADS."""
-    from draftproof.bench import measures
-
     calls = measures.block_efficiency(one.records).value
     rate = measures.tokens_per_second(one.records).value
     ratios = (_short(one.speed.get(base)) for base in ("plain", "transformers"))

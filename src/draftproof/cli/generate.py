@@ -33,8 +33,7 @@ def generate(
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message of the chat.")] = None,
     prediction: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A text that much of the answer may repeat: it is drafted from."),
+        Path | None, typer.Option(metavar="FILE", help="A text that much of the answer may repeat: it is drafted from.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object a line for each continuation.")

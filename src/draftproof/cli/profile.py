@@ -9,12 +9,16 @@ import typer
 
 from draftproof import models
 from draftproof.cli._libraries import quiet_libraries
+from draftproof.cli._measurement import measurement
 from draftproof.cli._parts import BACKEND_HELP, DRAFTER_HELP, VERIFIER_HELP, default_draft
-from draftproof.cli._profile_time import divergence, forward, round_, rules
 from draftproof.cli._pulling import obtain
 from draftproof.cli._results import Json, Out, show
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import find_drafter
+from draftproof.profiling.divergence import DivergenceOptions, measure_divergence
+from draftproof.profiling.forward import ForwardOptions, measure_forward
+from draftproof.profiling.round import RoundOptions, measure_round
+from draftproof.profiling.rules import RuleSizes, measure_rules
 
 app = typer.Typer(
     add_completion=False,
@@ -80,7 +84,46 @@ def memory(
     show(memory_report(found, named | options, facts), out, as_json=as_json)
 
 
-app.command("round")(round_)
-app.command("forward")(forward)
-app.command("rules")(rules)
-app.command("divergence")(divergence)
+def _with_own_draft(options: dict[str, Any]) -> dict[str, Any]:
+    return {**options, "draft": options["draft"] or default_draft(options["target"], options["drafter"])}
+
+
+app.command("round")(
+    measurement(
+        RoundOptions,
+        measure_round,
+        "Measure where the time of a round goes (drafting, target, verifying), beside the least that it could take.",
+        defaults={"target": models.DEFAULT_TARGET, "draft": None},
+        texts={
+            "draft": "The draft model; without it an embedded target's, or none for others.",
+            "verifier": f"{VERIFIER_HELP}; without it the drafter's default.",
+        },
+        short={"draft_length": "-n"},
+        complete=_with_own_draft,
+    )
+)
+app.command("forward")(
+    measurement(
+        ForwardOptions,
+        measure_forward,
+        "Measure the time of a forward pass over chains of new tokens, tries and prompts, on several backends.",
+        defaults={"target": models.DEFAULT_TARGET},
+        texts={"draft": "A draft model that draws the tries.", "temperature": "Temperature of the draws of the tries."},
+    )
+)
+app.command("rules")(
+    measurement(
+        RuleSizes,
+        measure_rules,
+        "Measure the time and memory of each verification rule, beside one softmax over the target's rows.",
+        names={"length": "n"},
+    )
+)
+app.command("divergence")(
+    measurement(
+        DivergenceOptions,
+        measure_divergence,
+        "Measure how far a model with rounded weights or inputs is from the model itself, or two models are apart.",
+        texts={"against": "What it is compared with; without it the same model as it is, with inputs in floats."},
+    )
+)

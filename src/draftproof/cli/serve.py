@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -12,21 +11,18 @@ from draftproof.cli import _terminal
 from draftproof.cli._engine import engine_options, load_engine, named_target
 from draftproof.cli._libraries import logged_lines, quiet_libraries
 from draftproof.cli._options import Options, with_options
-from draftproof.errors import UserError
 from draftproof.server.client_configs import CLIENTS, ask_server, assumed_server, client_config
-from draftproof.server.settings import Settings, served_name
+from draftproof.server.settings import Settings, require, served_name
 
-_METAVARS = {"api_key_file": "FILE", "allowed_host": "NAME", "chat_template": "FILE"}
+_SERVER = Options(
+    Settings, "Server", metavars={"api_key_file": "FILE", "chat_template": "FILE", "allowed_host": "NAME"}
+)
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
 @engine_options
-@with_options(
-    server=(
-        Options(Settings, "Server", metavars={"api_key_file": "FILE", "chat_template": "FILE", "allowed_host": "NAME"}),
-    )
-)
+@with_options(server=(_SERVER,))
 def serve(
     *,
     server: dict[str, Any],
@@ -49,9 +45,7 @@ def serve(
     if print_config is not None:
         _print_config(print_config, Settings(**server), named_target(engine) or models.DEFAULT_TARGET)
         return
-    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
-    if missing:
-        raise UserError(f"serve needs {', '.join(missing)}: pip install 'draftproof[serve]'")
+    require("serve", "fastapi", "uvicorn", "prometheus_client")
     from draftproof.server.app import Server, make_app
     from draftproof.server.auth import allowed_hosts, read_keys
     from draftproof.server.logs import start_logging

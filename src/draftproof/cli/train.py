@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import typer
 
 from draftproof.cli._options import Options, with_options
-from draftproof.cli._train_drafter import drafter
+from draftproof.cli._results import Quiet
+from draftproof.cli._train_drafters import drafter, feature_head
 from draftproof.cli._train_evaluate import evaluate_drafter, evaluate_heads, evaluate_pair, evaluate_text
-from draftproof.cli._train_feature_head import feature_head
-from draftproof.cli._training import Json, Quiet, run
+from draftproof.cli._training import Json, run
 from draftproof.sampling import SamplingParams
 from draftproof.training.head_artefact import make_head, make_verifier_head
 from draftproof.training.head_options import HeadJob, Material
@@ -100,87 +101,50 @@ TRIALS = Options(
 KINDS = ("acceptance", "log_ratio", "sprinter")
 _SPRINTER = "verifier"  # what files of heads call kind sprinter
 _NOT_OF_SPRINTER = {"mix": None, "sweep": False, "cost_ratio": None}  # options of the other kinds, where not given
-_OPTIONS: dict[str, Any] = {"material": MATERIAL, "sampling": (SAMPLING,), "plan": (PLAN,), "labels": (LABELS,)}
+_OPTIONS = (*MATERIAL, SAMPLING, PLAN, LABELS, OUT)
 
 
 @app.command()
-@with_options(**_OPTIONS, job=(OUT, KIND, HEAD, TRIALS))
-def head(
-    *,
-    material: dict[str, Any],
-    sampling: dict[str, Any],
-    plan: dict[str, Any],
-    labels: dict[str, Any],
-    job: dict[str, Any],
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
+@with_options(given=(*_OPTIONS, KIND, HEAD, TRIALS))
+def head(*, given: dict[str, Any], as_json: Json = False, quiet: Quiet = False) -> None:
     """Train a head that reads the draft model's hidden state, for a stopper that ends drafts."""
-    kind = job["kind"]
+    kind = given["kind"]
     if kind not in KINDS:
         raise typer.BadParameter(f"--kind: expected {', '.join(KINDS[:-1])} or {KINDS[-1]}, got {kind!r}")
-    if job["sweep"] and job["threshold"] is not None:
+    if given["sweep"] and given["threshold"] is not None:
         raise typer.BadParameter("--sweep chooses the threshold: leave out --threshold")
     if kind == "sprinter":
-        _train_sprinter(material, sampling, plan, labels, job, as_json=as_json, quiet=quiet)
+        _train_sprinter(given, as_json=as_json, quiet=quiet)
         return
-    if job["reads_draw"]:
+    if given["reads_draw"]:
         raise typer.BadParameter("--reads-draw needs --kind sprinter")
-    made = _job(material, sampling, {"steps": 4000, **plan}, labels, job)
-    run(make_head, made, _models(material), as_json=as_json, quiet=quiet)
+    _run(make_head, {"steps": 4000, **given}, as_json=as_json, quiet=quiet)
 
 
 @app.command(hidden=True)
-@with_options(**_OPTIONS, job=(OUT, HEAD, TRIALS))
-def verifier(
-    *,
-    material: dict[str, Any],
-    sampling: dict[str, Any],
-    plan: dict[str, Any],
-    labels: dict[str, Any],
-    job: dict[str, Any],
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
+@with_options(given=(*_OPTIONS, HEAD, TRIALS))
+def verifier(*, given: dict[str, Any], as_json: Json = False, quiet: Quiet = False) -> None:
     """Train SPRINTER's small verifier: the old name of `head --kind sprinter`."""
     _log.warning("train verifier is now train head --kind sprinter: the old name will be removed in the next version")
-    _train_sprinter(material, sampling, plan, labels, job, as_json=as_json, quiet=quiet)
+    _train_sprinter(given, as_json=as_json, quiet=quiet)
 
 
-def _train_sprinter(
-    material: dict[str, Any],
-    sampling: dict[str, Any],
-    plan: dict[str, Any],
-    labels: dict[str, Any],
-    job: dict[str, Any],
-    *,
-    as_json: bool,
-    quiet: bool,
-) -> None:
+def _train_sprinter(given: dict[str, Any], *, as_json: bool, quiet: bool) -> None:
     for name, default in _NOT_OF_SPRINTER.items():
-        if job.get(name) != default:
+        if given.get(name) != default:
             raise typer.BadParameter(f"--{name.replace('_', '-')} does not go with --kind sprinter: leave it out")
-    threshold = 0.5 if job["threshold"] is None else job["threshold"]
-    job = {"depth": 0, **job, "kind": _SPRINTER, "threshold": threshold}
-    made = _job(material, sampling, {"steps": 2000, **plan}, labels, job)
-    run(make_verifier_head, made, _models(material), as_json=as_json, quiet=quiet)
+    threshold = 0.5 if given["threshold"] is None else given["threshold"]
+    given = {"depth": 0, "steps": 2000, **given, "kind": _SPRINTER, "threshold": threshold}
+    _run(make_verifier_head, given, as_json=as_json, quiet=quiet)
 
 
-def _models(material: dict[str, Any]) -> tuple[str, str]:
-    return material["target"], material["draft"]
+def _run(make: Callable[[HeadJob, Any], dict[str, Any]], given: dict[str, Any], *, as_json: bool, quiet: bool) -> None:
+    rest = dict(given)
 
+    def taken(*groups: Options) -> dict[str, Any]:
+        return {name: rest.pop(name) for group in groups for name in group.only if name in rest}
 
-def _job(
-    material: dict[str, Any],
-    sampling: dict[str, Any],
-    plan: dict[str, Any],
-    labels: dict[str, Any],
-    job: dict[str, Any],
-) -> HeadJob:
-    """The job from the values of its options."""
-    return HeadJob(
-        material=Material(**material, params=SamplingParams(**sampling)),
-        labels=Labels(**labels),
-        plan=TrainingPlan(**plan, warmup=min(50, plan["steps"] // 10)),
-        **job,
-    )
+    material = Material(**taken(*MATERIAL), params=SamplingParams(**taken(SAMPLING)))
+    plan = TrainingPlan(**taken(PLAN), warmup=min(50, given["steps"] // 10))
+    job = HeadJob(material=material, labels=Labels(**taken(LABELS)), plan=plan, **rest)
+    run(make, job, (given["target"], given["draft"]), as_json=as_json, quiet=quiet)

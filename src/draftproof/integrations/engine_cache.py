@@ -25,16 +25,9 @@ _MOST = 4  # compositions that are kept for a model
 
 # Options of EngineOptions that a model in memory has decided already.
 OF_LOADING = (
-    "dtype",
-    "device",
-    "adapter",
-    "attn_implementation",
-    "quantization_config",
-    "activations",
-    "weights",
-    "kv_dtype",
+    "dtype", "device", "adapter", "attn_implementation", "quantization_config", "activations", "weights", "kv_dtype",
     "tensor_parallel",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,11 +46,7 @@ class Composition:
 
     @classmethod
     def of(cls, draft: Any, tokenizer: Any, options: Mapping[str, Any]) -> Composition:
-        """From a draft model (a name, a transformers model, or None), a tokenizer and options of an engine.
-
-        Raises:
-            UserError: a name or value that is none, or an option of models that are not loaded yet.
-        """
+        """From a draft model (a name, a transformers model, or None), a tokenizer and options of an engine."""
         for name in options:
             if name in OF_LOADING:
                 raise UserError(f"{name} cannot be given for a model that is loaded already: leave it out")
@@ -84,13 +73,7 @@ class Composition:
         return (*own, *(None if each is None else id(each) for each in (self.draft, self.tokenizer)))
 
     def engine(self, model: Any, draft: DraftBackend | None, *, keeps: bool = True) -> Engine:
-        """A new engine around a model.
-
-        Args:
-            model: the target.
-            draft: the draft model's backend, where there is one.
-            keeps: see `SlotBackend`.
-        """
+        """A new engine around a model; `keeps` is that of `SlotBackend`."""
         target = backend_in_memory(model, backend=self.options.backend, name=_name(model), check=self.options.check)
         target.keeps = keeps
         engine = Engine.assemble(target, draft, None, options=self.options)
@@ -128,15 +111,12 @@ def _name(model: Any) -> str:
 
 @dataclass(eq=False)
 class Held:
-    """An engine that is kept for a model.
+    """An engine that is kept for a model, and used by one call at a time, which holds the lock.
 
     Attributes:
-        engine: used by one call at a time.
         version: of the weights that it was made from.
-        draft: backend of the draft model.
-        draft_version: of its weights, where it is a model in memory.
+        draft_version: of the draft model's weights, where it is a model in memory.
         owner: that model, so that another one in its place is noticed.
-        lock: held by the call that uses the engine.
     """
 
     engine: Engine

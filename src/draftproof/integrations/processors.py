@@ -28,37 +28,19 @@ _STATEFUL = (  # those of transformers that keep something from call to call
     "WhisperNoSpeechDetection",
 )
 _ROW_BY_ROW = {  # those of transformers that treat all rows alike, so that contexts of one length are one call
-    "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor",
-    "TemperatureLogitsWarper",
-    "TopPLogitsWarper",
-    "TopKLogitsWarper",
-    "TopHLogitsWarper",
-    "MinPLogitsWarper",
-    "TypicalLogitsWarper",
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "NoRepeatNGramLogitsProcessor",
-    "SequenceBiasLogitsProcessor",
-    "NoBadWordsLogitsProcessor",
-    "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor",
-    "InfNanRemoveLogitsProcessor",
-    "ExponentialDecayLengthPenalty",
-    "LogitNormalization",
-    "SuppressTokensAtBeginLogitsProcessor",
+    "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "TemperatureLogitsWarper", "TopPLogitsWarper",
+    "TopKLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper",
+    "EtaLogitsWarper", "NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor", "NoBadWordsLogitsProcessor",
+    "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor",
+    "ExponentialDecayLengthPenalty", "LogitNormalization", "SuppressTokensAtBeginLogitsProcessor",
     "SuppressTokensLogitsProcessor",
-}
+}  # fmt: skip
 _WARPERS = {"TopKLogitsWarper": "top_k", "TopPLogitsWarper": "top_p", "MinPLogitsWarper": "min_p"}
 _ORDER = ("repetition_penalty", "min_tokens", "temperature", "top_k", "top_p", "min_p", "")
 
 
 def refuse_stateful(processors: Sequence[Any]) -> None:
-    """Refuse processors that keep a state.
-
-    Raises:
-        UserError: naming the first.
-    """
+    """Refuse processors that keep a state."""
     for each in processors:
         name = next((kind.__name__ for kind in type(each).__mro__ if kind.__name__ in _STATEFUL), None)
         if name is not None:
@@ -71,14 +53,7 @@ def refuse_stateful(processors: Sequence[Any]) -> None:
 def as_params(
     processors: Sequence[Any], *, width: int, padding: Sequence[int], eos: Sequence[int]
 ) -> dict[str, Any] | None:
-    """The sampling parameters that mean what these processors do in this order; None where there are none.
-
-    Args:
-        processors: as transformers prepares them.
-        width: of the padded prompts.
-        padding: of each row.
-        eos: tokens that end a row.
-    """
+    """The sampling parameters that mean what these processors do in this order; None where there are none."""
     given: dict[str, Any] = {}
     place = 0
     for each in processors:
@@ -130,11 +105,7 @@ def _same(found: Any, expected: Sequence[int]) -> bool:
 @no_type_check  # as the class it extends
 @dataclass(frozen=True, kw_only=True)
 class ProcessedParams(SamplingParams):
-    """Sampling parameters of a request whose scores go through logits processors.
-
-    Attributes:
-        processor: calls them.
-    """
+    """Sampling parameters of a request whose scores go through logits processors."""
 
     processor: Any = None
 
@@ -146,12 +117,7 @@ class ProcessedParams(SamplingParams):
 class Processors(ScoreProcessor):
     """Logits processors as the engine calls them for one request.
 
-    Args:
-        processors: transformers' list.
-        prefix: the row before its first new token, padding included.
-        row: its number in the batch.
-        batch: rows in the batch.
-        device: where processors get their tokens.
+    `prefix` is the row before its first new token, padding included; `row` its number in the batch.
     """
 
     def __init__(self, processors: Any, prefix: Sequence[int], *, row: int, batch: int, device: torch.device) -> None:

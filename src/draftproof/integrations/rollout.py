@@ -154,7 +154,6 @@ class Rollouts:
 
 
 def _one_each(params: SamplingParams, count: int) -> list[SamplingParams]:
-    """Sampling parameters for each of several prompts; a seed becomes one for each."""
     if params.seed is None:
         return [params] * count
     return [replace(params, seed=fold(params.seed, place) >> 1) for place in range(count)]
@@ -164,7 +163,6 @@ _TRAINER = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def _trainer_params(trainer: Any, params: SamplingParams) -> SamplingParams:
-    """Sampling parameters with those that a trainer names in their place."""
     named: dict[str, Any] = {name: value for name in _TRAINER if (value := getattr(trainer, name, None)) is not None}
     most = getattr(trainer, "max_completion_length", None)
     if most is not None:

@@ -22,13 +22,7 @@ from draftproof.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Ends:
-    """Where rows end.
-
-    Attributes:
-        max_length: tokens of a row, padding and prompt included.
-        eos: tokens that end a row.
-        criteria: further stopping criteria, each called after every token with the row alone.
-    """
+    """Where rows end: at a number of tokens, padding and prompt included, at EOS, or where a criterion says so."""
 
     max_length: int
     eos: tuple[int, ...]
@@ -36,15 +30,7 @@ class Ends:
 
     @classmethod
     def of(cls, criteria: Sequence[Any], batch: int) -> Ends:
-        """From transformers' prepared stopping criteria.
-
-        Args:
-            criteria: the list.
-            batch: rows.
-
-        Raises:
-            UserError: criteria that cannot be called row by row.
-        """
+        """From transformers' prepared stopping criteria; a UserError for those that cannot be called row by row."""
         lengths, eos, others = [], [], []
         for each in criteria:
             kind = type(each).__name__
@@ -68,14 +54,7 @@ class Ends:
 
 
 class CriteriaCutter(Cutter):
-    """A cutter that also asks stopping criteria after every token.
-
-    Args:
-        params: as for Cutter.
-        criteria: called with input_ids [1, length] and no scores.
-        prefix: the row before its first new token, padding included.
-        device: where the criteria get their tokens.
-    """
+    """A cutter that also asks stopping criteria after every token, with input_ids [1, length] and no scores."""
 
     def __init__(
         self, params: SamplingParams, criteria: Sequence[Any], prefix: Sequence[int], device: torch.device
@@ -97,11 +76,7 @@ class CriteriaCutter(Cutter):
 def prompts_of(
     input_ids: Int[Tensor, "rows length"], mask: Int[Tensor, "rows length"] | None, positions: Tensor | None
 ) -> list[list[int]]:
-    """The tokens of each row without its padding, which stands on the left.
-
-    Raises:
-        UserError: other padding, a row without tokens, positions that do not count the row's tokens.
-    """
+    """The tokens of each row without its padding, which must stand on the left."""
     rows: list[list[int]] = input_ids.tolist()
     if mask is None:
         pads = [0] * len(rows)
@@ -138,15 +113,7 @@ def _check_positions(positions: Tensor | None, pads: Sequence[int], width: int) 
 def params_of(
     processors: Any, prompts: Sequence[Sequence[int]], input_ids: Tensor, ends: Ends, *, do_sample: bool
 ) -> list[SamplingParams]:
-    """The sampling parameters of each row.
-
-    Args:
-        processors: transformers' prepared list.
-        prompts: of the rows, without padding.
-        input_ids: the rows.
-        ends: where they end.
-        do_sample: False for the most likely tokens.
-    """
+    """The sampling parameters of each row, from transformers' prepared processors."""
     batch, width = input_ids.shape
     most = ends.max_length - width
     common: dict[str, Any] = {"max_tokens": most, "ignore_eos": True, "stop_token_ids": ends.eos}
@@ -167,16 +134,7 @@ def params_of(
 
 
 class Rows:
-    """The rows of one call while they are decoded.
-
-    Args:
-        engine: used by nobody else meanwhile.
-        prompts: of the rows, without padding.
-        params: of the rows.
-        input_ids: the rows as transformers has them.
-        ends: where they end.
-        pad: fills rows that end early.
-    """
+    """The rows of one call while they are decoded, in an engine that nobody else uses meanwhile."""
 
     def __init__(
         self,
@@ -204,11 +162,7 @@ class Rows:
             raise
 
     def columns(self) -> Iterator[Int[Tensor, " rows"]]:
-        """The new tokens of all rows, one place after another, as soon as every row has come that far.
-
-        Raises:
-            UserError: a row failed, by its number; all are given up.
-        """
+        """The new tokens of all rows, one place after another, as soon as every row has come that far."""
         place = 0
         try:
             while True:

@@ -36,12 +36,7 @@ class Score:
 
 @dataclass
 class _Group:
-    """A context and its continuations.
-
-    Attributes:
-        context: tokens.
-        tails: each continuation once, with its places in the answer.
-    """
+    """A context, and each of its continuations once, with its places in the answer."""
 
     context: tuple[int, ...]
     tails: dict[tuple[int, ...], list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -134,7 +129,6 @@ def _tree(tails: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Token
 
 
 def _chain(backend: Backend, context: Sequence[int], tail: Sequence[int]) -> Score:
-    """A long continuation, read in pieces."""
     session, nodes = backend.open(), list(tail[:-1])
     parts = []
     try:

@@ -34,11 +34,6 @@ _FRAMES = 32  # between transformers' generate and the callable there may be a c
 class Speculative:
     """What `generate` takes as `custom_generate`; made by `speculative`.
 
-    Args:
-        composition: models and parts.
-        stop_strings: texts that end a row.
-        tokenizer: the model's, for `stop_strings`.
-
     Attributes:
         stats: of the last call: tokens per target call, accepted tokens, times; None before the first.
     """
@@ -61,11 +56,8 @@ class Speculative:
     ) -> Any:
         """Generate, as transformers' `generate` asks for it.
 
-        Returns:
-            sequences [rows, length], or a `GenerateDecoderOnlyOutput` where `return_dict_in_generate` is set.
-
-        Raises:
-            UserError: something that cannot be had here, by its name, with what to do in its place; a row that failed.
+        Returns sequences [rows, length], or a `GenerateDecoderOnlyOutput` where `return_dict_in_generate` is set. A
+        UserError names what cannot be had here, and says what to do in its place.
         """
         caller = _generate_locals()
         refuse_fields(generation_config)
@@ -178,7 +170,6 @@ def _refuse_arguments(model: Any, input_ids: Tensor, given: dict[str, Any], call
 
 
 def _as_dict(model: Any, sequences: Tensor, mask: Tensor | None, steps: int, config: Any, processors: Any) -> Any:
-    """What transformers returns for `return_dict_in_generate`."""
     from transformers.generation import utils
 
     logits = scores = None

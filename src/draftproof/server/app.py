@@ -30,10 +30,9 @@ from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import LEAVING, UserError
 from draftproof.peak import ReleaseTimes, release_freed_memory, resident
 from draftproof.server import schemas
-from draftproof.server.api.answer import Answer
+from draftproof.server.api.answer import Answer, Endpoint, Form
 from draftproof.server.api.chat import CHAT
 from draftproof.server.api.completions import COMPLETIONS
-from draftproof.server.api.form import Endpoint, Form
 from draftproof.server.api.messages import MESSAGES, MessagesAnswer, MessagesError, TokenCount
 from draftproof.server.api.messages_request import CountBody, MessagesBody, chat_to_count
 from draftproof.server.api.responses import RESPONSES
@@ -43,7 +42,7 @@ from draftproof.server.aside import Aside
 from draftproof.server.auth import Access, Keys, note
 from draftproof.server.body import body_of
 from draftproof.server.dialects.detection import format_of
-from draftproof.server.errors import ApiError, error_answer, failed, stopping, stuck, too_late
+from draftproof.server.errors import ApiError, error_answer, failed, of_http, stopping, stuck, too_late
 from draftproof.server.metrics import Metrics
 from draftproof.server.parse_request import ParsedRequest, RequestParser, refuse_other_model, refuse_stream_options
 from draftproof.server.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingFields, TokenizeBody
@@ -54,17 +53,11 @@ from draftproof.server.worker import EngineWorker, Job, Piece
 _log = logging.getLogger(__name__)
 _Made = TypeVar("_Made")
 _Body = TypeVar("_Body", bound=schemas.Body)
+_Tokenized = TypeVar("_Tokenized", CountBody, TokenizeBody, DetokenizeBody)
 
 
 class Server:
-    """One engine and what answers for it.
-
-    Args:
-        engine: nobody else may use it from now on.
-        settings: limits.
-        model: its name in the API.
-        hidden: names that no answer may show, such as the directory of the model.
-    """
+    """One engine, which nobody else may use from now on, and what answers for it; names in `hidden` are not shown."""
 
     def __init__(self, engine: DecodingLoop, settings: Settings, model: str, hidden: Sequence[str] = ()) -> None:
         self.engine = engine
@@ -73,7 +66,6 @@ class Server:
         # a name without a place in a file system is no secret, and may be part of other words
         self._hidden = [name for name in hidden if name != model and {*name} & {"/", "\\", ":"}]
         self.metrics = Metrics(model)
-        self.ended: Callable[[], None] = lambda: None  # what is done when the engine's thread has died
         self.worker = EngineWorker(
             engine,
             self.metrics,
@@ -81,7 +73,6 @@ class Server:
             max_per_client=settings.max_per_key,
             stuck_after=settings.stuck_timeout,
             shown=self.shown,
-            died=self._died,
         )
         self._aside = Aside(_ASIDE_AT_ONCE, "reading")
         self._reading = threading.RLock()  # tokenizers are not made for several threads
@@ -90,9 +81,6 @@ class Server:
         self._making = anyio.CapacityLimiter(1)  # answers that hold log-probabilities of prompts
         self.token_text = TokenText(engine.tokenizer)
         self.created = int(time.time())
-
-    def _died(self) -> None:
-        self.ended()
 
     def shown(self, message: str) -> str:
         """A message without the names that clients do not see."""
@@ -119,14 +107,6 @@ class Server:
             rounding=self.shown(why),
         )
 
-    def check_model(self, name: str | None) -> None:
-        """Refuse the name of another model.
-
-        Raises:
-            ApiError: with status 404.
-        """
-        refuse_other_model(name, self.model)
-
     @property
     def busy(self) -> bool:
         """Whether a thread runs, be it one that never ends."""
@@ -137,20 +117,13 @@ class Server:
         ignored = lenient or self.settings.unknown_fields == "ignore"
         return await body_of(request, kind, self.settings.max_body, lenient=ignored)
 
-    async def aside(self, request: Request, call: Callable[[], _Made], *, locked: bool = True) -> _Made:
-        """Tokenize outside the event loop's thread.
-
-        Args:
-            request: a client that leaves, or whose time is over, does not wait any more.
-            call: what to do.
-            locked: whether nobody else may tokenize meanwhile.
-        """
-
-        def alone() -> _Made:
-            with self._reading:
-                return call()
-
-        return await self._in_time(request, partial(self._aside.run, alone if locked else call))
+    async def tokenized(
+        self, request: Request, kind: type[_Tokenized], call: Callable[[_Tokenized], _Made], *, lenient: bool = False
+    ) -> _Made:
+        """What a request says that needs no more than the tokenizer, made in another thread."""
+        body = await self.body(request, kind, lenient=lenient)
+        refuse_other_model(body.model, self.model)
+        return await self._in_time(request, partial(self._aside.run, partial(call, body)))
 
     async def parse(self, request: Request, body: SamplingFields) -> ParsedRequest:
         """What a request asks."""
@@ -159,11 +132,7 @@ class Server:
         return await self._in_time(request, partial(threads.run, partial(self._parser.parse, body)))
 
     async def _in_time(self, request: Request, call: Callable[[], Awaitable[_Made]]) -> _Made:
-        """What a call returns, unless the client leaves or its time is over before.
-
-        Raises:
-            ApiError: one of these.
-        """
+        """What a call returns; ApiError where the client leaves or its time is over before."""
         with anyio.move_on_after(self.settings.request_timeout or None):
             return await _unless_gone(request, call)
         raise too_late(self.settings.request_timeout)
@@ -185,7 +154,7 @@ class Server:
                 format_of(self.engine.tokenizer, self.settings.tool_format)
             if body.add_special_tokens and "add_special_tokens" in body.model_fields_set:
                 raise ApiError("add_special_tokens needs prompt: a chat has those of its template", param="messages")
-            return list(self._parser.chat_prompt(body.messages, shown)[1])
+            return list(self._parser.chat_prompt(body.messages, shown))
         if body.tools:
             raise ApiError("tools need messages", param="tools")
         text = body.prompt or ""
@@ -216,7 +185,8 @@ class Server:
         bad = next((each for each in body.tokens if not 0 <= each < size), None)
         if bad is not None:
             raise ApiError(f"tokens: expected ids from 0 to {size - 1}, got {bad}", param="tokens")
-        return schemas.Text(prompt=self.token_text.joined(body.tokens))
+        with self._reading:
+            return schemas.Text(prompt=self.token_text.joined(body.tokens))
 
     async def answer(self, request: Request, endpoint: Endpoint[Any]) -> Any:
         """Answer a request to an endpoint, whole or as a stream."""
@@ -245,24 +215,20 @@ class Server:
         del given
         if endpoint.lenient and self.settings.reasoning == "none":
             body.thinking_token_budget = None  # these clients send a limit whatever the model is
-        self.check_model(body.model)
+        refuse_other_model(body.model, self.model)
         refuse_stream_options(body)
         client, salt, share_text = self._sharing(request, body)
         self.worker.refuse_without_room(client=client)  # before the work of reading a long prompt
         parsed = await self.parse(request, body)
         job = Job(
-            parsed.prompts,
-            parsed.params,
+            parsed,
             self.settings.request_timeout or math.inf,
-            parsed.prediction,
-            body.stream,
-            body.speculation,
-            client,
-            salt,
-            share_text,
-            parsed.constraint,
-            arrival,
-            parsed.reasoning,
+            streams=body.stream,
+            speculates=body.speculation,
+            client=client,
+            cache_salt=salt,
+            share_text=share_text,
+            arrival=arrival,
         )
         if job.size > self.worker.capacity:
             raise ApiError(
@@ -335,11 +301,7 @@ class Stream(EventSourceResponse):
 
 
 async def _unless_gone(request: Request, call: Callable[[], Awaitable[_Made]]) -> _Made:
-    """What a call returns, unless the client leaves before.
-
-    Raises:
-        ApiError: it left.
-    """
+    """What a call returns; ApiError where the client leaves before."""
     made: list[_Made] = []
     errors: list[BaseException] = []
     async with anyio.create_task_group() as group:
@@ -382,10 +344,15 @@ _ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": schemas.ErrorAnswe
 _MESSAGES_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": MessagesError} for status in _STATUSES}
 
 
-def _server(request: Request) -> Server:
-    found = request.app.state.server
+def server_of(app: Any) -> Server:
+    """The server that an application was made for."""
+    found = app.state.server
     assert isinstance(found, Server), "set by make_app"
     return found
+
+
+def _server(request: Request) -> Server:
+    return server_of(request.app)
 
 
 _READ_AT_ONCE = 64  # requests beyond those that the engine takes whose bodies are read, such as for /tokenize
@@ -413,13 +380,7 @@ async def _release_memory() -> None:
 
 
 def make_app(server: Server, keys: Sequence[str] | Keys = (), hosts: Sequence[str] | None = None) -> FastAPI:
-    """The application of a server.
-
-    Args:
-        server: what answers.
-        keys: API keys; empty lets everybody in.
-        hosts: names that requests may be sent to, see `allowed_hosts`; None for any.
-    """
+    """The application of a server; without keys everybody is let in, and `hosts` are those of `allowed_hosts`."""
 
     @asynccontextmanager
     async def running(_: FastAPI) -> AsyncIterator[None]:
@@ -446,7 +407,7 @@ def make_app(server: Server, keys: Sequence[str] | Keys = (), hosts: Sequence[st
     settings = server.settings
     app.add_middleware(
         Access,
-        keys=keys,
+        keys=Keys.of(keys),
         max_body=settings.max_body,
         at_once=server.worker.capacity + _READ_AT_ONCE,
         seconds=settings.read_timeout,
@@ -502,21 +463,13 @@ def _add_completions(app: FastAPI) -> None:
         return await server.answer(request, COMPLETIONS)
 
     @app.post(
-        "/v1/chat/completions",
-        response_model=schemas.ChatAnswer,
-        responses=_STREAMED,
-        openapi_extra=_takes(ChatBody),
+        "/v1/chat/completions", response_model=schemas.ChatAnswer, responses=_STREAMED, openapi_extra=_takes(ChatBody)
     )
     async def chat(request: Request, server: _Served) -> Any:
         """Answer a chat."""
         return await server.answer(request, CHAT)
 
-    @app.post(
-        "/v1/responses",
-        response_model=ResponsesAnswer,
-        responses=_STREAMED,
-        openapi_extra=_takes(ResponsesBody),
-    )
+    @app.post("/v1/responses", response_model=ResponsesAnswer, responses=_STREAMED, openapi_extra=_takes(ResponsesBody))
     async def responses(request: Request, server: _Served) -> Any:
         """Answer a chat in the form of OpenAI's newer API; nothing is stored."""
         return await server.answer(request, RESPONSES)
@@ -529,7 +482,7 @@ def _add_completions(app: FastAPI) -> None:
     @app.get("/v1/models/{name:path}")
     async def model(name: str, server: _Served) -> schemas.ModelCard:
         """One of them."""
-        server.check_model(name)
+        refuse_other_model(name, server.model)
         return server.card()
 
 
@@ -547,25 +500,19 @@ def _add_messages(app: FastAPI) -> None:
     @app.post("/v1/messages/count_tokens", responses=_MESSAGES_ERRORS, openapi_extra=_takes(CountBody))
     async def count_tokens(request: Request, server: _Served) -> TokenCount:
         """The number of tokens of a chat in Anthropic's form."""
-        body = await server.body(request, CountBody, lenient=True)
-        server.check_model(body.model)
-        return await server.aside(request, partial(server.count, body), locked=False)  # it takes the lock itself
+        return await server.tokenized(request, CountBody, server.count, lenient=True)
 
 
 def _add_tokens(app: FastAPI) -> None:
     @app.post("/tokenize", openapi_extra=_takes(TokenizeBody))
     async def tokenize(request: Request, server: _Served) -> schemas.Tokens:
         """The token ids of a text or a chat."""
-        body = await server.body(request, TokenizeBody)
-        server.check_model(body.model)
-        return await server.aside(request, partial(server.tokens, body), locked=False)  # it takes the lock itself
+        return await server.tokenized(request, TokenizeBody, server.tokens)
 
     @app.post("/detokenize", openapi_extra=_takes(DetokenizeBody))
     async def detokenize(request: Request, server: _Served) -> schemas.Text:
         """The text of token ids."""
-        body = await server.body(request, DetokenizeBody)
-        server.check_model(body.model)
-        return await server.aside(request, partial(server.text, body))
+        return await server.tokenized(request, DetokenizeBody, server.text)
 
 
 def _add_page(app: FastAPI) -> None:
@@ -619,8 +566,7 @@ async def _mistake(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for it"
-    made = ApiError(str(error.detail), status=error.status_code, headers=error.headers)
-    return await _shown_error(request, made)
+    return await _shown_error(request, of_http(error))
 
 
 async def _unexpected(request: Request, _: Exception) -> Response:

@@ -20,12 +20,7 @@ _Made = TypeVar("_Made")
 
 
 class Aside:
-    """Threads for calls that others do not wait for.
-
-    Args:
-        most: threads; further calls wait for one of them.
-        name: of the threads.
-    """
+    """Threads for calls that others do not wait for; beyond `most` of them, calls wait for one."""
 
     def __init__(self, most: int, name: str) -> None:
         self._most = most
@@ -116,13 +111,7 @@ _watch = _Watch()
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Give the Python code inside some seconds.
-
-    One call of a library is not interrupted, only what comes after it.
-
-    Raises:
-        TimeOver: it took longer.
-    """
+    """Give the Python code inside some seconds, then raise TimeOver: between calls of libraries, not within one."""
     _watch.begin(seconds)
     try:
         yield

@@ -12,6 +12,7 @@ import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftproof.errors import LEAVING, UserError
 from draftproof.server.errors import ApiError, crowded, error_answer, failed, is_anthropic, overloaded, quoted
-from draftproof.server.settings import Settings
+from draftproof.server.settings import Settings, read_text
 
 OPEN = frozenset({"/", "/health", "/ready"})  # paths that need no key
 _POLLED = frozenset({"/health", "/ready", "/metrics"})  # in the log only where something is wrong
@@ -35,19 +36,12 @@ _log = logging.getLogger("draftproof.access")
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:
-    """The API keys of a file and of the variable DRAFTPROOF_KEYS.
-
-    Raises:
-        UserError: the file cannot be read or holds no key, or a key is too short or has characters beyond ASCII.
-    """
+    """The API keys of a file and of the variable DRAFTPROOF_KEYS; a UserError where one is too short or no ASCII."""
     keys = os.environ.get("DRAFTPROOF_KEYS", "").split()
     where = "the variable DRAFTPROOF_KEYS"
     if file is not None:
         where = str(file)
-        try:
-            found = file.read_text(encoding="utf-8").split()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read API keys from {file}: {getattr(error, 'strerror', None) or error}") from error
+        found = read_text(file, "API keys from").split()
         if not found:
             raise UserError(f"{file}: expected one API key per line, got none")
         keys += found
@@ -90,25 +84,27 @@ class Keys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [sha256(key.encode()).digest() for key in keys]
 
+    @classmethod
+    def of(cls, keys: Sequence[str] | Keys) -> Keys:
+        """Some keys as such a set."""
+        return keys if isinstance(keys, Keys) else cls(keys)
+
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def allow(self, header: str) -> bool:
-        """Whether an Authorization header has one of the keys; every key is compared."""
-        return self.owner(header) is not None
-
     def owner(self, header: str) -> str | None:
-        """Which of the keys an Authorization header has, in other words than its own; None for none of them."""
+        """Which of the keys an Authorization header has, in other words than its own; every key is compared."""
         scheme, _, given = header.partition(" ")
         digest = sha256(given.strip().encode()).digest()
         found = [hmac.compare_digest(digest, each) for each in self._digests]
         return sha256(b"owner" + digest).hexdigest()[:16] if scheme.lower() == "bearer" and any(found) else None
 
 
+@dataclass
 class Access:
     """Gives every request an id, refuses those without a key, and writes a line of each to the log.
 
-    Args:
+    Attributes:
         app: what serves the requests.
         keys: one of them is needed; empty lets everybody in.
         max_body: bytes; a longer body is refused by its declared length, others while they are read.
@@ -117,28 +113,19 @@ class Access:
         hosts: names that the header Host may have; None for any.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        keys: Sequence[str] | Keys,
-        *,
-        max_body: int,
-        at_once: int,
-        seconds: float,
-        hosts: Sequence[str] | None = None,
-    ) -> None:
-        self._app = app
-        self._max_body = max_body
-        self._hosts = hosts
-        self._keys = keys if isinstance(keys, Keys) else Keys(keys)
-        self._at_once = at_once
-        self._seconds = seconds
-        self._now = 0
+    app: ASGIApp
+    keys: Keys
+    _: KW_ONLY
+    max_body: int
+    at_once: int
+    seconds: float
+    hosts: Sequence[str] | None = None
+    _now: int = field(default=0, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         given = Headers(scope=scope)
         name = given.get("x-request-id", "")
@@ -162,7 +149,7 @@ class Access:
         self._now += counts
         try:
             error = self._refused(scope["path"], given, state)
-            answer = self._app if error is None else error_answer(error, scope)
+            answer = self.app if error is None else error_answer(error, scope)
             await answer(scope, self._limited(receive), noting)
         except (*LEAVING, asyncio.CancelledError, Exception):  # the application has answered Exceptions
             raise
@@ -179,12 +166,12 @@ class Access:
 
     def _owner(self, given: Headers) -> str | None:
         """Which of the keys a request has; Anthropic's clients send it in a header of their own."""
-        own = self._keys.owner(f"Bearer {given.get('x-api-key', '')}")
-        return self._keys.owner(given.get("authorization", "")) or own
+        own = self.keys.owner(f"Bearer {given.get('x-api-key', '')}")
+        return self.keys.owner(given.get("authorization", "")) or own
 
     def _limited(self, receive: Receive) -> Receive:
         """The client's messages; HTTPException where a body does not come in time."""
-        end = anyio.current_time() + self._seconds if self._seconds else math.inf
+        end = anyio.current_time() + self.seconds if self.seconds else math.inf
         complete = False
 
         async def limited() -> Message:
@@ -195,7 +182,7 @@ class Access:
                 message = await receive()
                 complete = not message.get("more_body", False)
                 return message
-            detail = f"the body did not come within {self._seconds:g} s"
+            detail = f"the body did not come within {self.seconds:g} s"
             raise HTTPException(408, detail, headers={"Connection": "close"})
 
         return limited
@@ -204,24 +191,24 @@ class Access:
         if state.get("spare") and path not in OPEN:
             return crowded()
         host = given.get("host", "")
-        if self._hosts is not None and not is_allowed_host(host, self._hosts):
+        if self.hosts is not None and not is_allowed_host(host, self.hosts):
             return ApiError(
                 f"the request is to {quoted(host)}, and this server answers at its machine's own names: its operator "
                 "can allow others by --allowed-host, or give keys to clients",
                 status=421,
             )
-        if self._keys and path not in OPEN and state["key"] is None:
+        if self.keys and path not in OPEN and state["key"] is None:
             return ApiError(
                 "an API key is needed, as: Authorization: Bearer KEY, or as: x-api-key: KEY",
                 status=401,
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        if self._now > self._at_once:
+        if self._now > self.at_once:
             return overloaded(1)
         length = given.get("content-length", "0")
-        if length.isdecimal() and int(length) > self._max_body:
-            return ApiError(f"expected a body of at most {self._max_body} bytes, got {length}", status=413)
+        if length.isdecimal() and int(length) > self.max_body:
+            return ApiError(f"expected a body of at most {self.max_body} bytes, got {length}", status=413)
         return None
 
 

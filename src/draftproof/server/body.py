@@ -10,9 +10,10 @@ import json
 from email.message import Message
 from typing import Any, TypeVar
 
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from draftproof.server.errors import ApiError
+from draftproof.server.errors import ApiError, of_http
 from draftproof.server.parse_request import validated
 from draftproof.server.schemas import Body
 
@@ -20,22 +21,13 @@ _Read = TypeVar("_Read", bound=Body)
 
 
 async def body_of(request: Request, kind: type[_Read], most: int, *, lenient: bool) -> _Read:
-    """The body of a request.
-
-    Args:
-        request: whose body has not been read.
-        kind: of the body.
-        most: bytes that it may have.
-        lenient: whether fields that are not known are left out; else they are refused.
-
-    Raises:
-        ApiError: it is too large, no JSON, or not of this kind.
-    """
-    content = await _bytes_of(request, most)
+    """The body of a request, of at most so many bytes; `lenient` leaves out unknown fields, which else are refused."""
+    content = await bytes_of(request, most)
     return validated(kind, _parsed(content, request.headers.get("content-type", "")), lenient=lenient)
 
 
-async def _bytes_of(request: Request, most: int) -> bytes:
+async def bytes_of(request: Request, most: int) -> bytes:
+    """The bytes of a body, of which there may be `most`; ApiError where there are more, or they do not come."""
     parts, size = [], 0
     try:
         async for part in request.stream():
@@ -45,6 +37,8 @@ async def _bytes_of(request: Request, most: int) -> bytes:
                 raise ApiError(f"expected a body of at most {most} bytes, got more", status=413)
     except ClientDisconnect:
         raise ApiError("the client closed the connection", status=499) from None
+    except HTTPException as error:  # of `auth.Access`
+        raise of_http(error) from error
     return b"".join(parts)
 
 

@@ -19,15 +19,7 @@ _SECONDS = 2.0
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a client must know of a server.
-
-    Attributes:
-        url: its address, without a path.
-        name: of the model in the API.
-        context: tokens of a prompt and its answer.
-        output: the most tokens of an answer.
-        reasoning: whether what the model reasons is divided from its answer.
-    """
+    """What a client must know of a server: its address without a path, and its model with numbers of tokens."""
 
     url: str
     name: str
@@ -63,11 +55,7 @@ def assumed_server(url: str, name: str, output: int) -> ServedModel:
 
 
 def client_config(client: str, served: ServedModel) -> tuple[str, str]:
-    """Where the configuration of a client belongs and how it is started, in a sentence; and its content.
-
-    Raises:
-        UserError: the client is not known here.
-    """
+    """Where the configuration of a client belongs and how it is started, in a sentence; and its content."""
     if client not in CLIENTS:
         raise UserError(f"print_config: expected one of {', '.join(CLIENTS)}, got {client!r}")
     where, content = CLIENTS[client]

@@ -17,12 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class Connections:
-    """The open connections of a server.
-
-    Args:
-        most: of them; beyond it the one that has been idle longest is closed. Where each of them serves a request, a
-            few more may ask for the server's health.
-    """
+    """The open connections: beyond `most` the one idle longest is closed, or a few may ask for the server's health."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -49,13 +44,7 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol, with limits of time.
-
-    Attributes:
-        read_timeout: seconds until the head of a request has come; 0 is no limit.
-        write_timeout: seconds in which a client has to read something of what waits for it; 0 is no limit.
-        all: the connections of the server.
-    """
+    """uvicorn's protocol, with limits of time: for the head of a request to come, and for answers to be read."""
 
     read_timeout = write_timeout = 0.0
     all: Connections
@@ -119,7 +108,6 @@ class Connection(H11Protocol):
         self._late = self._slow = None
 
     def _awaits(self) -> bool:
-        """Whether a request is awaited."""
         return self.cycle is None or self.cycle.response_complete
 
     def _watch(self) -> None:

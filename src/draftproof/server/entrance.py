@@ -13,19 +13,16 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 import anyio
-from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftproof.server.auth import Access, Keys
+from draftproof.server.body import bytes_of
 from draftproof.server.errors import ApiError, error_answer, stopping
 
 _TRIES = 2  # servers that a request is sent to at most, where the first ends before it answers
-_COMPILED = (
-    "structured_outputs",
-    "response_format",
-    "output_config",
-    "tools",
-)  # fields from which a server compiles a grammar
+# fields from which a server compiles a grammar
+_COMPILED = ("structured_outputs", "response_format", "output_config", "tools")
 _SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server")
 _GOES, _ENDS = "goes to another one", "is not sent to another one"
 _AHEAD = 16  # messages that an application may be ahead of who reads its answer
@@ -38,13 +35,7 @@ class Lost(Exception):  # noqa: N818 - what became of a server, not a mistake of
 
 @dataclass(frozen=True)
 class Asked:
-    """An HTTP request on its way to a server.
-
-    Attributes:
-        prompt: its prompt, or the texts of its messages; a router may read it by this name.
-        scope: of ASGI, without what cannot be sent.
-        body: whole.
-    """
+    """An HTTP request on its way to a server: ASGI's scope, the body, and the prompt, by which routers choose."""
 
     prompt: str
     scope: Mapping[str, object]
@@ -61,7 +52,7 @@ class Entrance:
     Args:
         passed: from a request to the messages of its answer; raises `Lost`.
         shown: the messages that answer a request for metrics.
-        keys: one of them is needed; empty lets everybody in.
+        keys: as the other limits, see `Access`.
         max_body: bytes of a body that are read.
         at_once: requests with a body that are in work.
         read_timeout: seconds that a client has to send its body; 0 is no limit.
@@ -80,7 +71,7 @@ class Entrance:
         self._passed = passed
         self._shown = shown
         self._max_body = max_body
-        self._app = Access(self._run, keys, max_body=max_body, at_once=at_once, seconds=read_timeout)
+        self._app = Access(self._run, Keys.of(keys), max_body=max_body, at_once=at_once, seconds=read_timeout)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -88,7 +79,7 @@ class Entrance:
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = await self._read(receive)
+            body = await bytes_of(Request(scope, receive), self._max_body)
         except ApiError as error:
             await error_answer(error, scope)(scope, receive, send)
             return
@@ -109,11 +100,7 @@ class Entrance:
         await error_answer(stopping(), scope)(scope, receive, send)
 
     async def _pass(self, asked: Asked, send: Send) -> bool:
-        """Answer by one server; False where it was lost before it began to.
-
-        Raises:
-            Lost: it was lost later.
-        """
+        """Answer by one server; False where it was lost before it began to."""
         begun = False
         try:
             async with aclosing(self._passed(asked)) as messages:
@@ -125,26 +112,6 @@ class Entrance:
                 raise
             return False
         return True
-
-    async def _read(self, receive: Receive) -> bytes:
-        """The body of a request.
-
-        Raises:
-            ApiError: it is too long, does not come in time, or its client left.
-        """
-        body = bytearray()
-        try:
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ApiError("the client closed the connection", status=499)
-                body += message.get("body", b"")
-                if len(body) > self._max_body:
-                    raise ApiError(f"expected a body of at most {self._max_body} bytes, got more", status=413)
-                if not message.get("more_body", False):
-                    return bytes(body)
-        except HTTPException as error:
-            raise ApiError(str(error.detail), status=error.status_code, headers=error.headers) from error
 
 
 def _understood(body: bytes) -> tuple[str, bool]:
@@ -167,12 +134,8 @@ def _understood(body: bytes) -> tuple[str, bool]:
 async def answered(app: ASGIApp, asked: Asked, headers: Sequence[tuple[bytes, bytes]]) -> AsyncGenerator[Message]:
     """The messages of an application that answer a request, made only a little ahead of who reads them.
 
-    So an answer that nobody reads is not held whole, and the application's own limits of time apply to it.
-
-    Args:
-        app: the application.
-        asked: the request; closing the iterator drops it.
-        headers: added to the answer's.
+    So an answer that nobody reads is not held whole, and the application's own limits of time apply to it. `headers`
+    are added to the answer's; closing the iterator drops the request.
     """
     body: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
     sent, found = anyio.create_memory_object_stream[Message](_AHEAD)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 _LONGEST = 400  # characters of a message
@@ -22,13 +23,8 @@ def quoted(text: object) -> str:
 class ApiError(Exception):
     """What a request is answered with when it cannot be served.
 
-    Args:
-        message: for the client: what was expected, what was got, what to do. The middle of a long one is left out,
-            whatever has made it, and the end of a long word.
-        status: of the HTTP answer.
-        param: the field of the request that is to blame; None for none.
-        code: a word for programs; None for none.
-        headers: of the answer.
+    The middle of a long message is left out, whatever has made it, and the end of a long word. `param` names the field
+    of the request that is to blame, `code` is a word for programs.
     """
 
     def __init__(
@@ -86,16 +82,16 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
 
 
 def error_answer(error: ApiError, scope: Mapping[str, Any]) -> JSONResponse:
-    """The answer that is an error, in the words of the API that a request was sent to.
-
-    Args:
-        error: to answer with.
-        scope: of the request, which has an id.
-    """
+    """The answer that is an error, in the words of the API that a request was sent to; `scope` has the request's id."""
     body = error.body()
     if is_anthropic(scope["path"]):
         body = {**anthropic_body(error), "request_id": scope["state"]["facts"]["request_id"]}
     return JSONResponse(body, error.status, error.headers)
+
+
+def of_http(error: HTTPException) -> ApiError:
+    """An error of starlette."""
+    return ApiError(str(error.detail), status=error.status_code, headers=error.headers)
 
 
 def overloaded(seconds: int) -> ApiError:
@@ -128,6 +124,17 @@ def too_late(seconds: float) -> ApiError:
     return ApiError(
         f"the answer was not finished within {seconds:g} s, the longest time of a request here: ask for fewer tokens",
         status=504,
+        code="timeout",
+        headers={"x-should-retry": "false"},
+    )
+
+
+def endless_template(seconds: float, what: str, param: str) -> ApiError:
+    """The model's chat template did not end."""
+    return ApiError(
+        f"the model's chat template did not end within {seconds:g} s for {what}",
+        status=504,
+        param=param,
         code="timeout",
         headers={"x-should-retry": "false"},
     )

@@ -47,12 +47,7 @@ class TextLines(logging.Formatter):
 
 
 class Unblocked(logging.Handler):
-    """Hands lines to a thread that writes them; emitting never waits.
-
-    Args:
-        where: descriptor of a file.
-        most: lines that may wait; further ones are dropped.
-    """
+    """Hands lines to a thread that writes them to a descriptor; emitting never waits, and drops lines beyond `most`."""
 
     def __init__(self, where: int, most: int = _MOST_LINES) -> None:
         super().__init__()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
@@ -18,11 +20,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 
 
 class Metrics:
-    """All metrics of one server, in a registry of its own; threads may share it.
-
-    Args:
-        model: its name, which labels every metric.
-    """
+    """All metrics of one server, in a registry of its own, labelled with its model; threads may share it."""
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -50,25 +48,14 @@ class Metrics:
         self.whole_time = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _LONG)
         self.prompt_sizes = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self.answer_sizes = self._histogram("request_generation_tokens", "Tokens of a continuation.", _TOKENS)
-        self._ends = Counter(
-            "draftproof:request_success",
-            "Continuations that ended, by reason.",
-            ("model_name", "finished_reason"),
-            registry=self.registry,
-        )
-        self._by_place = Counter(
-            "draftproof:spec_decode_num_accepted_tokens_per_pos",
-            "Drafted tokens that were accepted, by their place in the draft.",
-            ("model_name", "position"),
-            registry=self.registry,
-        )
-
-        self._by_source = Counter(
-            "draftproof:generation_tokens_by_source",
+        self._ends = self._counter("request_success", "Continuations that ended, by reason.", "finished_reason")
+        about = "Drafted tokens that were accepted, by their place in the draft."
+        self._by_place = self._counter("spec_decode_num_accepted_tokens_per_pos", about, "position")
+        self._by_source = self._counter(
+            "generation_tokens_by_source",
             "Tokens that were generated, by where they came from: accepted ones from where they were drafted, others "
             "from the target.",
-            ("model_name", "source"),
-            registry=self.registry,
+            "source",
         )
 
     def made(self, source: str, accepted: int, tokens: int) -> None:
@@ -83,20 +70,19 @@ class Metrics:
         self.whole_time.observe(seconds)
         self.answer_sizes.observe(tokens)
 
-    def decoded(self, before: Counted, stats: Stats) -> Counted:
-        """Count what a continuation's statistics have gained since they were counted last."""
-        now = Counted(stats)
-        self.generation_tokens.inc(now.tokens - before.tokens)
-        self.target_calls.inc(now.calls - before.calls)
-        if now.draft_tokens > before.draft_tokens:
-            self.drafts.inc(now.drafts - before.drafts)
-            self.draft_tokens.inc(now.draft_tokens - before.draft_tokens)
-            self.accepted_tokens.inc(now.accepted - before.accepted)
-            for place, count in enumerate(now.by_place):
-                gained = count - (before.by_place[place] if place < len(before.by_place) else 0)
-                if gained:
-                    self._by_place.labels(self._model, str(place)).inc(gained)
-        return now
+    def decoded(self, before: Stats, now: Stats) -> Stats:
+        """Count what a continuation's statistics have gained since they were counted last; a copy of them."""
+        self.generation_tokens.inc(now.num_tokens - before.num_tokens)
+        self.target_calls.inc(now.num_target_calls - before.num_target_calls)
+        if now.num_draft_tokens > before.num_draft_tokens:
+            self.drafts.inc(now.num_drafts - before.num_drafts)
+            self.draft_tokens.inc(now.num_draft_tokens - before.num_draft_tokens)
+            self.accepted_tokens.inc(now.num_accepted_tokens - before.num_accepted_tokens)
+            counts = zip_longest(now.num_accepted_tokens_per_pos, before.num_accepted_tokens_per_pos, fillvalue=0)
+            for place, (count, counted) in enumerate(counts):
+                if count > counted:
+                    self._by_place.labels(self._model, str(place)).inc(count - counted)
+        return replace(now, num_accepted_tokens_per_pos=[*now.num_accepted_tokens_per_pos])
 
     def holds(self, memory: MemoryUse) -> None:
         """Show the memory of keys and values; the share stays 0 where there is no limit."""
@@ -112,8 +98,10 @@ class Metrics:
     def _gauge(self, name: str, about: str) -> Gauge:
         return Gauge(f"draftproof:{name}", about, ("model_name",), registry=self.registry).labels(self._model)
 
-    def _counter(self, name: str, about: str) -> Counter:
-        return Counter(f"draftproof:{name}", about, ("model_name",), registry=self.registry).labels(self._model)
+    def _counter(self, name: str, about: str, *more: str) -> Counter:
+        """A counter of the model; one with more labels has a value for each of theirs."""
+        made = Counter(f"draftproof:{name}", about, ("model_name", *more), registry=self.registry)
+        return made if more else made.labels(self._model)
 
     def _histogram(self, name: str, about: str, buckets: Sequence[float | int]) -> Histogram:
         made = Histogram(f"draftproof:{name}", about, ("model_name",), registry=self.registry, buckets=buckets)
@@ -121,12 +109,7 @@ class Metrics:
 
 
 class _Together(Collector):
-    """The metrics of several pages, each labelled with where it comes from.
-
-    Args:
-        pages: in Prometheus' text format, by the value of the label.
-        label: its name.
-    """
+    """The metrics of several pages in Prometheus' text format, each labelled with where it comes from."""
 
     def __init__(self, pages: Mapping[str, str], label: str) -> None:
         self._pages = pages
@@ -145,24 +128,5 @@ class _Together(Collector):
 
 
 def together(pages: Mapping[str, str], label: str) -> bytes:
-    """One page of the metrics of several servers.
-
-    Args:
-        pages: their pages in Prometheus' text format, by their names.
-        label: of every sample; its value is the server's name.
-    """
+    """One page of the metrics of several servers, whose pages are given by name; `label` has a sample's server."""
     return generate_latest(_Together(pages, label))
-
-
-class Counted:
-    """The statistics of a continuation that are in the metrics already."""
-
-    __slots__ = ("accepted", "by_place", "calls", "draft_tokens", "drafts", "tokens")
-
-    def __init__(self, stats: Stats) -> None:
-        self.tokens = stats.num_tokens
-        self.calls = stats.num_target_calls
-        self.drafts = stats.num_drafts
-        self.draft_tokens = stats.num_draft_tokens
-        self.accepted = stats.num_accepted_tokens
-        self.by_place = tuple(stats.num_accepted_tokens_per_pos)

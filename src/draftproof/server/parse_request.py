@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -21,21 +22,10 @@ from draftproof.grammar import MOST_CHARACTERS
 from draftproof.grammar_check import BusyError
 from draftproof.reasoning import Reasoning
 from draftproof.sampling import Constraint, SamplingParams
+from draftproof.server import schemas
 from draftproof.server.aside import TimeOver, time_limit
 from draftproof.server.dialects.detection import fitted
-from draftproof.server.errors import ApiError, quoted
-from draftproof.server.schemas import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    Message,
-    Prediction,
-    SamplingFields,
-    SchemaFormat,
-    StructuredOutputs,
-    TextFormat,
-    TextPart,
-)
+from draftproof.server.errors import ApiError, endless_template, quoted
 from draftproof.server.settings import Settings
 from draftproof.server.tools import ToolParams, ToolSet, template_calls, template_tools, tool_set
 
@@ -47,22 +37,10 @@ _MOST_SHOWN = 524_288  # entries of what an answer says of prompts: it is made a
 _MOST_LOGPROBS_MADE = 1_048_576  # entries of what an answer says of its own tokens: they come one after the other
 _FIELDS = {field.name for field in fields(SamplingParams)}
 _NO_OPTIONS = {  # of a chat template: arguments of transformers, and what other fields say
-    "messages",
-    "conversation",
-    "tools",
-    "documents",
-    "chat_template",
-    "tokenize",
-    "add_generation_prompt",
-    "continue_final_message",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-}
+    "messages", "conversation", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt",
+    "continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
 _Read = TypeVar("_Read", bound=BaseModel)
 
 
@@ -73,9 +51,7 @@ class ParsedRequest:
     Attributes:
         prompts: token ids of each prompt.
         texts: of the prompts, where they are repeated; None for one that was token ids, or is not repeated.
-        params: of all of them.
         prediction: token ids that the answer may repeat.
-        tools: that the answer may call.
         words: the parameters' bad words, encoded: the engine finds them as long as this is there.
         constraint: the grammar of `params`, compiled.
         reasoning: how the model reasons before it answers; None where it does not.
@@ -92,44 +68,29 @@ class ParsedRequest:
 
 
 class RequestParser:
-    """Reads bodies for one engine.
+    """Reads bodies for one engine, with the limits of settings.
 
-    Args:
-        engine: its tokenizer and its defaults are used.
-        settings: with the limits.
-        shown: makes a message of the engine fit for clients.
-        lock: held while the tokenizer is used, and not while a grammar is compiled.
+    `shown` makes a message of the engine fit for clients; the lock is held while the tokenizer is used, and not while a
+    grammar is compiled.
     """
 
     def __init__(
-        self,
-        engine: DecodingLoop,
-        settings: Settings,
-        shown: Callable[[str], str],
-        lock: AbstractContextManager[Any],
+        self, engine: DecodingLoop, settings: Settings, shown: Callable[[str], str], lock: AbstractContextManager[Any]
     ) -> None:
         self._engine = engine
         self._settings = settings
         self._shown = shown
         self._lock = lock
 
-    def parse(self, body: SamplingFields) -> ParsedRequest:
-        """Parse a request for completions.
-
-        Raises:
-            ApiError: see `completion` and `chat`.
-        """
-        if isinstance(body, ChatBody):
+    def parse(self, body: schemas.SamplingFields) -> ParsedRequest:
+        """Parse a request for completions; ApiError where a value cannot be used, with the name of the field."""
+        if isinstance(body, schemas.ChatBody):
             return self.chat(body)
-        assert isinstance(body, CompletionBody), "the other one of two kinds"
+        assert isinstance(body, schemas.CompletionBody), "the other one of two kinds"
         return self.completion(body)
 
-    def completion(self, body: CompletionBody) -> ParsedRequest:
-        """Parse a request to /v1/completions.
-
-        Raises:
-            ApiError: a value that cannot be used; it names the field.
-        """
+    def completion(self, body: schemas.CompletionBody) -> ParsedRequest:
+        """Parse a request to /v1/completions."""
         params, constraint = self._params(body, _first(body.max_tokens, _COMPLETION_TOKENS), body.logprobs)
         if body.echo and body.logprobs is not None:
             if body.stream:
@@ -142,12 +103,8 @@ class RequestParser:
         prediction = self._prediction(body.prediction)
         return ParsedRequest(prompts, texts, params, prediction, words=self._words(params), constraint=constraint)
 
-    def chat(self, body: ChatBody) -> ParsedRequest:
-        """Parse a request to /v1/chat/completions.
-
-        Raises:
-            ApiError: as above.
-        """
+    def chat(self, body: schemas.ChatBody) -> ParsedRequest:
+        """Parse a request to /v1/chat/completions."""
         if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
             raise ApiError(
                 f"max_tokens is {body.max_tokens} and max_completion_tokens is {body.max_completion_tokens}: they mean "
@@ -168,89 +125,57 @@ class RequestParser:
             reasoning = replace(reasoning, markers=replace(reasoning.markers, answer=()))
         return ParsedRequest((ids,), (None,), params, prediction, tools, self._words(params), constraint, reasoning)
 
-    def size(self, body: ChatBody) -> int:
-        """The number of tokens of a chat's prompt, for which no grammar is compiled.
-
-        Raises:
-            ApiError: as above.
-        """
+    def size(self, body: schemas.ChatBody) -> int:
+        """The number of tokens of a chat's prompt, for which no grammar is compiled."""
         return len(self._chat_ids(body, tool_set(body, self._engine.tokenizer, self._settings.tool_format)))
 
-    def _chat_ids(self, body: ChatBody, tools: ToolSet | None) -> tuple[int, ...]:
+    def _chat_ids(self, body: schemas.ChatBody, tools: ToolSet | None) -> tuple[int, ...]:
         """The token ids of a chat's prompt; tools that cannot be called are not shown."""
         shown = template_tools([each.function for each in body.tools or ()] if tools else ())
-        return self.chat_prompt(body.messages, shown, _template_options(body))[1]
+        return self.chat_prompt(body.messages, shown, _template_options(body))
 
     def chat_prompt(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[schemas.Message],
         tools: Sequence[dict[str, Any]],
         options: Mapping[str, Any] = MappingProxyType({}),
-    ) -> tuple[str, tuple[int, ...]]:
-        """Text and token ids of a chat.
-
-        Args:
-            messages: of the chat.
-            tools: that the model is shown.
-            options: of the chat template.
-
-        Raises:
-            ApiError: the template refuses it, or it is too long.
-        """
+    ) -> tuple[int, ...]:
+        """Token ids of a chat with the tools that the model is shown, and options of the chat template."""
         self._refuse_long(sum(len(text_of(each.content or "")) for each in messages), "messages")
-        prompts = self._engine.prompts
         shown = fitted(messages_of(messages), self._engine.tokenizer, self._settings.tool_format)
         try:
-            with time_limit(_TEMPLATE_SECONDS):  # and without the lock: nobody waits for it
-                text = prompts.chat_text(shown, tools or None, options)
-            self._refuse_long(len(text), "messages")
-            with self._lock:
-                ids = tuple(prompts.plain(text))
+            with self._blamed("messages"), time_limit(_TEMPLATE_SECONDS):  # without the lock: nobody waits for it
+                text = self._engine.prompts.chat_text(shown, tools or None, options)
         except TimeOver:
-            raise ApiError(
-                f"the model's chat template did not end within {_TEMPLATE_SECONDS:g} s for these messages",
-                status=504,
-                param="messages",
-                code="timeout",
-                headers={"x-should-retry": "false"},
-            ) from None
-        except UserError as error:
-            raise ApiError(self._shown(str(error)), param="messages") from error
-        self._refuse_tokens(len(ids), "messages")
-        return text, ids
+            raise endless_template(_TEMPLATE_SECONDS, "these messages", "messages") from None
+        return self.plain(text, "messages")
 
     def encode(self, prompt: str | Sequence[int], param: str) -> tuple[str | None, tuple[int, ...]]:
-        """Text and token ids of a prompt that is no chat.
-
-        Raises:
-            ApiError: it is empty, too long, or not to be read.
-        """
+        """Text and token ids of a prompt that is no chat; ApiError where it is empty, too long, or not to be read."""
         if isinstance(prompt, str):
             self._refuse_long(len(prompt), param)
         else:
             self._refuse_tokens(len(prompt), param)
-        try:
-            with self._lock:
-                text, ids = self._engine.encode(prompt)
-        except UserError as error:
-            raise ApiError(self._shown(str(error)), param=param) from error
+        with self._blamed(param), self._lock:
+            text, ids = self._engine.encode(prompt)
         self._refuse_tokens(len(ids), param)
         return text, tuple(ids)
 
     def plain(self, text: str, param: str) -> tuple[int, ...]:
-        """Token ids of a text without special tokens.
-
-        Raises:
-            ApiError: it is too long, or not to be read.
-        """
+        """Token ids of a text without special tokens."""
         self._refuse_long(len(text), param)
-        try:
-            with self._lock:
-                ids = tuple(self._engine.prompts.plain(text))
-        except UserError as error:
-            raise ApiError(self._shown(str(error)), param=param) from error
+        with self._blamed(param), self._lock:
+            ids = tuple(self._engine.prompts.plain(text))
         self._refuse_tokens(len(ids), param)
         return ids
+
+    @contextmanager
+    def _blamed(self, param: str) -> Iterator[None]:
+        """Turn an error of the engine into one of a field."""
+        try:
+            yield
+        except UserError as error:
+            raise ApiError(self._shown(str(error)), param=param) from error
 
     @property
     def _most_tokens(self) -> int | None:
@@ -261,45 +186,32 @@ class RequestParser:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters of the longest token."""
         words: dict[str, int] = getattr(self._engine.tokenizer, "get_vocab", dict)()
         return max((len(str(each)) for each in words), default=1)
 
-    def _refuse_tokens(self, size: int, param: str) -> None:
+    def _refuse_tokens(self, size: int, param: str, got: str = "") -> None:
         most = self._most_tokens
         if most is not None and size > most:
-            raise ApiError(
-                f"{_named(param)}: expected at most {most} tokens, got {size}",
-                param=param,
-                code="context_length_exceeded",
-            )
+            what = "the prediction" if param == "prediction" else "the prompt"
+            message = f"{what}: expected at most {most} tokens, got {got or size}"
+            raise ApiError(message, param=param, code="context_length_exceeded")
 
     def _refuse_long(self, size: int, param: str) -> None:
         """Refuse a text that has too many tokens, whatever they are, before the work of finding them."""
-        most = self._most_tokens
-        if most is not None and size > most * self._longest_token:
-            raise ApiError(
-                f"{_named(param)}: expected at most {most} tokens, got more ({size} characters)",
-                param=param,
-                code="context_length_exceeded",
-            )
+        self._refuse_tokens(math.ceil(size / self._longest_token), param, f"more ({size} characters)")
 
     def _refuse_large(
-        self, body: SamplingFields, params: SamplingParams, prompts: Sequence[Sequence[int]], shown: int
+        self, body: schemas.SamplingFields, params: SamplingParams, prompts: Sequence[Sequence[int]], shown: int
     ) -> None:
         """Refuse what makes an answer that takes much more memory than its text, before it is made.
 
-        Args:
-            body: of the request.
-            params: of it.
-            prompts: token ids of each.
-            shown: tokens of prompts that the answer can show, each as often as it shows it.
+        `shown` are tokens of prompts that the answer can show, each as often as it shows it.
         """
         top = params.prompt_logprobs
         for name, each in (
             ("prompt_logprobs", 0 if top is None else top + 1),
             ("return_token_ids", int(body.return_token_ids)),
-            ("echo", int(isinstance(body, CompletionBody) and body.echo)),
+            ("echo", int(isinstance(body, schemas.CompletionBody) and body.echo)),
         ):
             if shown * each > _MOST_SHOWN:
                 least = f" and {name} {top}" if name == "prompt_logprobs" else ""
@@ -327,15 +239,12 @@ class RequestParser:
             with self._lock:
                 return self._engine.prompts.plain(text)
 
-        try:
+        with self._blamed("bad_words"):
             return self._engine.prompts.bad_words(
                 params.bad_words, encode if self._engine.tokenizer is not None else None
             )
-        except UserError as error:
-            raise ApiError(self._shown(str(error)), param="bad_words") from error
 
-    def _prediction(self, given: Prediction | None) -> tuple[int, ...]:
-        """The token ids of a prediction."""
+    def _prediction(self, given: schemas.Prediction | None) -> tuple[int, ...]:
         if given is None:
             return ()
         if not self._engine.drafter.reads_predictions:
@@ -343,13 +252,11 @@ class RequestParser:
                 "prediction is not supported by the drafter of this server: its operator can use auto or suffix",
                 param="prediction",
             )
-        text = text_of(given.content)
-        return self.plain(text, "prediction")
+        return self.plain(text_of(given.content), "prediction")
 
     def _params(
-        self, body: SamplingFields, max_tokens: int, logprobs: int | None, tools: ToolSet | None = None
+        self, body: schemas.SamplingFields, max_tokens: int, logprobs: int | None, tools: ToolSet | None = None
     ) -> tuple[SamplingParams, Constraint | None]:
-        """The parameters of a body, and their grammar."""
         given: dict[str, Any] = {
             name: value for name in _FIELDS & set(type(body).model_fields) if (value := getattr(body, name)) is not None
         }
@@ -360,7 +267,7 @@ class RequestParser:
                 "--reasoning",
                 param="thinking_token_budget",
             )
-        if isinstance(body, ChatBody) and self._settings.reasoning_budget is not None:
+        if isinstance(body, schemas.ChatBody) and self._settings.reasoning_budget is not None:
             given.setdefault("thinking_token_budget", self._settings.reasoning_budget)
         if tools is not None and tools.specials:
             given["skip_special_tokens"] = False  # the marker of a call is one
@@ -371,13 +278,13 @@ class RequestParser:
         constraint = self._constraint(given, grammar, param)
         try:
             params = replace(self._engine.default_params, **given)
-            formed = not isinstance(body.response_format, TextFormat | None)
+            formed = not isinstance(body.response_format, schemas.TextFormat | None)
             return (params if tools is None else ToolParams.of(params, tools.form(formed=formed))), constraint
         except UserError as error:
             name = str(error).partition(":")[0]  # of a field, in messages of SamplingParams
             raise ApiError(str(error), param=name if name in _FIELDS else None) from error
 
-    def _check_sizes(self, body: SamplingFields, logprobs: int | None, param: str, grammar: str) -> None:
+    def _check_sizes(self, body: schemas.SamplingFields, logprobs: int | None, param: str, grammar: str) -> None:
         """Refuse numbers and texts beyond the limits; `param` is the field that the grammar comes from."""
         for name, count in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
             if count is not None:
@@ -394,38 +301,26 @@ class RequestParser:
         if grammar is None:
             return None
         given["grammar"] = grammar
-        try:
-            SamplingParams(grammar=grammar)
-            return self._engine.grammars.constraint(grammar)
-        except BusyError as error:
-            raise ApiError(
-                str(error), status=429, param=param, code="rate_limit_exceeded", headers={"Retry-After": "5"}
-            ) from error
-        except UserError as error:
-            raise ApiError(self._shown(str(error)), param=param) from error
+        with self._blamed(param):
+            try:
+                SamplingParams(grammar=grammar)
+                return self._engine.grammars.constraint(grammar)
+            except BusyError as error:
+                raise ApiError(
+                    str(error), status=429, param=param, code="rate_limit_exceeded", headers={"Retry-After": "5"}
+                ) from error
 
 
 def refuse_other_model(name: str | None, served: str) -> None:
-    """Refuse the name of another model.
-
-    Raises:
-        ApiError: with status 404.
-    """
+    """Refuse the name of another model, with status 404."""
     if name not in (None, served):
         raise ApiError(
-            f"expected model {served!r}, got {quoted(name)}",
-            status=404,
-            param="model",
-            code="model_not_found",
+            f"expected model {served!r}, got {quoted(name)}", status=404, param="model", code="model_not_found"
         )
 
 
-def refuse_stream_options(body: SamplingFields) -> None:
-    """Refuse options of streams where the answer is none.
-
-    Raises:
-        ApiError: it names the option.
-    """
+def refuse_stream_options(body: schemas.SamplingFields) -> None:
+    """Refuse options of streams where the answer is none."""
     for option in ("stream_options", "return_drafts"):
         if getattr(body, option) and not body.stream:
             raise ApiError(f"{option} needs stream true", param=option)
@@ -434,16 +329,7 @@ def refuse_stream_options(body: SamplingFields) -> None:
 
 
 def validated(kind: type[_Read], given: Any, *, lenient: bool = False) -> _Read:
-    """A body of some kind.
-
-    Args:
-        kind: of the body.
-        given: as JSON has it.
-        lenient: whether fields that are not known are left out; else they are refused.
-
-    Raises:
-        ApiError: what is wrong with it.
-    """
+    """A body of some kind from what JSON has; `lenient` leaves out fields that are not known, else they are refused."""
     try:
         return kind.model_validate(given, extra="ignore" if lenient else "forbid")
     except ValidationError as error:
@@ -452,13 +338,9 @@ def validated(kind: type[_Read], given: Any, *, lenient: bool = False) -> _Read:
 
 
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What is wrong with a body, without what the client sent.
-
-    Args:
-        errors: pydantic's, whose places begin with the word "body".
-    """
+    """What is wrong with a body, by pydantic's errors, without what the client sent."""
     first = next((each for each in errors if not each["type"].endswith("_type")), errors[0])  # of a union's branches
-    fields = _field_names(Body)
+    fields = _field_names(schemas.Body)
     names = [str(each) for each in first["loc"][1:] if isinstance(each, int) or each in fields]
     param = ".".join(name for name, _ in itertools.groupby(names)) or None  # the kind of a form stands there too
     if first["type"] == "extra_forbidden":
@@ -473,29 +355,28 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     return ApiError(message, param=param)
 
 
-def _field_names(kind: type[Body]) -> set[str]:
+def _field_names(kind: type[schemas.Body]) -> set[str]:
     """Names of the fields of a kind of bodies and of those made from it, as errors may show them."""
     return set(kind.model_fields).union(*map(_field_names, kind.__subclasses__()))
 
 
-def _grammar(body: SamplingFields, tools: ToolSet | None) -> tuple[str | None, str]:
+def _grammar(body: schemas.SamplingFields, tools: ToolSet | None) -> tuple[str | None, str]:
     """The grammar that a body asks for, as SamplingParams take it, and the field that it comes from."""
-    wanted = None if isinstance(body.response_format, TextFormat) else body.response_format
+    wanted = None if isinstance(body.response_format, schemas.TextFormat) else body.response_format
     if body.structured_outputs is not None:
         for name, other in (("tools", tools), ("response_format", wanted)):
             if other is not None:
                 raise ApiError(f"{name} and structured_outputs exclude each other", param="structured_outputs")
         return _structured(body.structured_outputs), "structured_outputs"
-    schema = wanted.json_schema.schema_ if isinstance(wanted, SchemaFormat) else {"type": "object"}
+    schema = wanted.json_schema.schema_ if isinstance(wanted, schemas.SchemaFormat) else {"type": "object"}
     if tools is not None:
         return f"lark:{tools.grammar(None if wanted is None else schema)}", "tools"
-    if isinstance(wanted, SchemaFormat):
+    if isinstance(wanted, schemas.SchemaFormat):
         return f"json_schema:{as_json(schema, 'response_format')}", "response_format"
     return (None if wanted is None else "json_object"), "response_format"
 
 
-def _structured(asked: StructuredOutputs) -> str:
-    """The grammar of vLLM's field for it."""
+def _structured(asked: schemas.StructuredOutputs) -> str:
     made, where = [], "structured_outputs"
     if asked.json_ is not None:
         schema = asked.json_
@@ -514,11 +395,7 @@ def _structured(asked: StructuredOutputs) -> str:
 
 
 def as_json(value: dict[str, Any], param: str) -> str:
-    """A schema or arguments as JSON.
-
-    Raises:
-        ApiError: it holds what JSON cannot.
-    """
+    """A schema or arguments as JSON; ApiError where they hold what JSON cannot."""
     try:
         return json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
@@ -526,11 +403,7 @@ def as_json(value: dict[str, Any], param: str) -> str:
 
 
 def _json_text(text: str) -> str:
-    """A schema that came as a text.
-
-    Raises:
-        ApiError: it is no JSON, or nested too deeply.
-    """
+    """A schema that came as a text, which must be JSON."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -538,7 +411,7 @@ def _json_text(text: str) -> str:
     return text
 
 
-def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def messages_of(messages: Sequence[schemas.Message]) -> list[dict[str, Any]]:
     """Messages as chat templates take them; OpenAI's developer messages are what others call system messages."""
     made = []
     for each in messages:
@@ -558,12 +431,8 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return made
 
 
-def _template_options(body: ChatBody) -> dict[str, Any]:
-    """Options of the chat template: those given, and what an effort means where they do not say it.
-
-    Raises:
-        ApiError: one that is no option of a template.
-    """
+def _template_options(body: schemas.ChatBody) -> dict[str, Any]:
+    """Options of the chat template: those given, and what an effort means where they do not say it."""
     given = dict(body.chat_template_kwargs or {})
     if own := sorted(_NO_OPTIONS & given.keys()):
         raise ApiError(
@@ -576,7 +445,7 @@ def _template_options(body: ChatBody) -> dict[str, Any]:
     return {"reasoning_effort": body.reasoning_effort, "enable_thinking": reasons, "thinking": reasons} | given
 
 
-def text_of(content: str | Sequence[TextPart]) -> str:
+def text_of(content: str | Sequence[schemas.TextPart]) -> str:
     """A text, or the texts of its parts, a line each."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
@@ -605,13 +474,7 @@ def _token_id(text: str) -> int:
     return int(text)
 
 
-def _named(param: str) -> str:
-    """What a field holds, as the subject of a message."""
-    return "the prediction" if param == "prediction" else "the prompt"
-
-
 def _first(*values: int | None) -> int:
-    """The first of these that is given."""
     return next(value for value in values if value is not None)
 
 

@@ -22,10 +22,10 @@ from fastapi import FastAPI
 
 from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import UserError
-from draftproof.server.app import Server
+from draftproof.server.app import server_of
 from draftproof.server.connection import RESERVE, connection
 from draftproof.server.logs import flush_logs
-from draftproof.server.settings import Settings
+from draftproof.server.settings import Settings, read_text
 
 try:
     import resource
@@ -43,11 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 def bind(settings: Settings) -> socket.socket:
-    """A socket at the settings' address, before a model is loaded for it.
-
-    Raises:
-        UserError: the address cannot be had.
-    """
+    """A socket at the settings' address, before a model is loaded for it; a UserError where it cannot be had."""
     where = f"{settings.host}:{settings.port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -74,17 +70,8 @@ def address(listener: socket.socket) -> str:
 
 
 def use_template(engine: DecodingLoop, file: Path) -> None:
-    """Give a model another chat template.
-
-    Raises:
-        UserError: the file cannot be read, or the model has no tokenizer.
-    """
-    try:
-        template = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot read the chat template {file}: {why}") from error
-    engine.prompts.use_template(template)
+    """Give a model the chat template of a file."""
+    engine.prompts.use_template(read_text(file, "the chat template"))
 
 
 class _Speaker(uvicorn.Server):
@@ -111,7 +98,6 @@ class _Unhandled:
         self._said = -100.0
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An error that nobody handled."""
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in _NO_DESCRIPTOR):
             loop.default_exception_handler(context)
@@ -122,10 +108,8 @@ class _Unhandled:
 
 def prepared(app: FastAPI, settings: Settings) -> _Speaker:
     """What speaks HTTP for an application."""
-    server = app.state.server
-    assert isinstance(server, Server), "set by make_app"
     # A client may wait with a request that is refused, or may not have read its answer yet.
-    most = settings.max_connections or max(_CONNECTIONS, 2 * server.worker.capacity)
+    most = settings.max_connections or max(_CONNECTIONS, 2 * server_of(app).worker.capacity)
     config = uvicorn.Config(
         app,
         http=connection(settings.read_timeout, settings.write_timeout, descriptors_for(most)),
@@ -172,13 +156,8 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or Ctrl-C: then no connection is accepted, and running requests may end.
 
-    Where a thread does not end with them, the process ends here, with code 1.
-
-    Args:
-        app: of `make_app`.
-        listener: of `bind`.
-        settings: with the time that running requests get.
-        listens: called when connections are accepted.
+    Where a thread does not end with them, the process ends here, with code 1. `listens` is called when connections are
+    accepted.
 
     Raises:
         KeyboardInterrupt: after Ctrl-C, when everything has ended.
@@ -187,13 +166,12 @@ def serve(
     before = signal.signal(signal.SIGTERM, _ended)  # uvicorn raises the signal again when it has drained
     speaks = prepared(app, settings)
     speaks.listens = listens
-    server = app.state.server
-    assert isinstance(server, Server), "set by make_app"
+    server = server_of(app)
 
     def died() -> None:
         speaks.should_exit = True
 
-    server.ended = died
+    server.worker.died = died
     try:
         speaks.run(sockets=[listener])
         if server.worker.failed:

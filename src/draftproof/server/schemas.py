@@ -8,16 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PlainValidator,
-    Tag,
-    WrapValidator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PlainValidator, Tag, WrapValidator, model_validator
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 # The first wrong item ends a check: errors of a million items would be a long list, made in the event loop's thread.
@@ -49,12 +40,7 @@ def _closed(schema: dict[str, Any]) -> None:
 class Body(BaseModel):
     """A part of a request: its types are meant exactly, and other fields are refused."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        json_schema_extra=_closed,
-    )
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_closed)
 
     @model_validator(mode="before")
     @classmethod
@@ -190,6 +176,12 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] = Field(default={"type": "object", "properties": {}, "additionalProperties": False})
     strict: bool = True
+
+
+class FreeFunction(Function):
+    """A function whose one argument is a text that fits a grammar; only custom tools become one."""
+
+    lark: str
 
 
 class Tool(Body):

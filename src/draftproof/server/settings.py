@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from draftproof.errors import UserError
@@ -94,6 +95,20 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:
                 raise UserError(f"{name}: expected {low} or more, got {value}")
+
+
+def require(what: str, *packages: str) -> None:
+    """Refuse to go on where packages of the extra `serve` are missing."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise UserError(f"{what} needs {', '.join(missing)}: pip install 'draftproof[serve]'")
+
+
+def read_text(file: Path, what: str) -> str:
+    """The text of a file, which an error calls by what it holds."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {what} {file}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def served_name(target: str, given: str | None) -> str:

@@ -36,8 +36,6 @@ class ToolSet:
     """The tools of a request, and what the model may do with them.
 
     Attributes:
-        format: the dialect of calls.
-        functions: that may be called.
         must: whether the answer is a call.
         several: whether it may hold several.
         specials: ids of the special tokens among the format's markers.
@@ -50,14 +48,7 @@ class ToolSet:
     specials: dict[str, int]
 
     def grammar(self, form: dict[str, Any] | None) -> str:
-        """The grammar of the answer, in Lark's notation as llguidance reads it.
-
-        Args:
-            form: a JSON schema for an answer that is no call; None for any text.
-
-        Raises:
-            ApiError: calls and such an answer cannot be told apart.
-        """
+        """The grammar of the answer as llguidance reads it; `form` is a JSON schema for an answer that is no call."""
         grammar = Grammar(self.specials)
         try:
             calls = self.format.terms(grammar, self.functions, several=self.several)
@@ -88,18 +79,10 @@ class ToolSet:
         if marker in self.specials:
             text = grammar.terminal(f"/{ANY_TEXT}/ & ~/{ANY_TEXT}{regex_of(marker)}{ANY_TEXT}/")
             return [f"start: {text} | {text} {grammar.text(marker)} {calls}"]
-        return [
-            f"start: TEXT | before {calls}",
-            f"before[lazy]: TEXT {grammar.text(marker)}",
-            f"TEXT: /{ANY_TEXT}/",
-        ]
+        return [f"start: TEXT | before {calls}", f"before[lazy]: TEXT {grammar.text(marker)}", f"TEXT: /{ANY_TEXT}/"]
 
     def form(self, *, formed: bool) -> str:
-        """A pattern of what an answer's form begins with; the empty one where all of the answer has a form.
-
-        Args:
-            formed: whether an answer that is no call has a form, too.
-        """
+        """A pattern of what an answer's form begins with; empty where all of it has a form, as `formed` text does."""
         if self.must or formed:
             return ""
         return re.escape(self.format.marker) or rf"\A{re.escape(self.format.first)}"
@@ -108,11 +91,7 @@ class ToolSet:
 @no_type_check  # as the class it extends
 @dataclass(frozen=True, kw_only=True)
 class ToolParams(SamplingParams):
-    """Sampling parameters of an answer that may be text, in which stop strings count, and then calls.
-
-    Attributes:
-        begins: a pattern of what the answer's form begins with.
-    """
+    """Sampling parameters of an answer of text, where stop strings count, and then calls, which `begins` matches."""
 
     begins: str = ""
 
@@ -128,16 +107,7 @@ class ToolParams(SamplingParams):
 
 
 def tool_set(body: ChatBody, tokenizer: Any, given: str) -> ToolSet | None:
-    """What a request says of tools; None where the model is not shown any.
-
-    Args:
-        body: of the request.
-        tokenizer: of the model.
-        given: name of the format, or auto.
-
-    Raises:
-        ApiError: fields that do not fit together, or a model that knows no tools.
-    """
+    """What a request says of tools, in the format of a name or of "auto"; None where the model is not shown any."""
     choice, tools = body.tool_choice, body.tools or None
     if tools is None:
         _refuse_unneeded(body)
@@ -173,11 +143,7 @@ def _refuse_unneeded(body: ChatBody) -> None:
 
 
 def _checked(tools: Sequence[Tool]) -> list[Function]:
-    """The functions of tools, with schemas as grammars take them.
-
-    Raises:
-        ApiError: two of one name, or parameters that are no object, or have too many levels.
-    """
+    """The functions of tools, with schemas as grammars take them."""
     try:
         functions = [
             each.function.model_copy(update={"parameters": without_idle_names(each.function.parameters)})
@@ -205,11 +171,7 @@ def template_tools(functions: Sequence[Function]) -> list[dict[str, Any]]:
 
 
 def template_calls(message: Message) -> list[dict[str, Any]]:
-    """The calls of a message as chat templates take them: arguments are objects.
-
-    Raises:
-        ApiError: arguments that are no JSON object.
-    """
+    """The calls of a message as chat templates take them: arguments are objects."""
     made = []
     for call in message.tool_calls or ():
         try:
@@ -230,14 +192,7 @@ def template_calls(message: Message) -> list[dict[str, Any]]:
 
 @dataclass
 class CallPart:
-    """What a piece of an answer adds to a call.
-
-    Attributes:
-        place: number of the call.
-        id: in the first part of a call.
-        name: in the first part of a call.
-        arguments: more of them, as JSON.
-    """
+    """What a piece of an answer adds to a call: id and name in its first part, and more arguments as JSON."""
 
     place: int
     id: str | None = None
@@ -247,14 +202,7 @@ class CallPart:
 
 @dataclass
 class ToolReader:
-    """Divides an answer into text and calls, as it comes.
-
-    Args:
-        tools: of the request.
-
-    Attributes:
-        count: number of calls so far.
-    """
+    """Divides an answer into text and calls, as it comes; `count` is the number of calls so far."""
 
     tools: ToolSet
     count: int = 0

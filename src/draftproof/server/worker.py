@@ -21,16 +21,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
-from draftproof.draft import Origin
 from draftproof.engine.loop import DecodingLoop
-from draftproof.engine.request import Request
+from draftproof.engine.request import Chunk, Request
 from draftproof.engine.stats import Stats
 from draftproof.engine.threads import release_team
 from draftproof.errors import ContextError, NoTokenError, RequestError, UserError
-from draftproof.reasoning import Reasoning
-from draftproof.sampling import Constraint, SamplingParams, TokenLogprob
+from draftproof.sampling import TokenLogprob
 from draftproof.server.errors import ApiError, failed, overloaded, stopping, too_late
-from draftproof.server.metrics import Counted, Metrics
+from draftproof.server.metrics import Metrics
+from draftproof.server.parse_request import ParsedRequest
 
 _log = logging.getLogger(__name__)
 _ROUNDS_TRIED = 2  # failures of a round in a row after which requests are given up
@@ -38,37 +37,21 @@ _JOIN = 10.0  # seconds that the thread gets for its last round when the server 
 
 
 @dataclass(frozen=True)
-class Piece:
+class Piece(Chunk):
     """What one round added to one continuation.
 
     Attributes:
         index: of the continuation, over all prompts of the job.
-        text: text that no later token can change.
-        token_ids: tokens.
-        logprobs: of these tokens; empty if not requested.
-        finish_reason: None while it goes on.
+        logprobs: of the tokens; empty if not requested.
         stop_reason: the stop string or token id that ended it.
-        drafted: number of tokens that were drafted in the round.
-        accepted: how many of `token_ids`, from the first on, were drafted.
-        origin: where the drafted tokens came from.
         prompt_logprobs: of the prompt's tokens after the first, in the last piece; empty if not requested.
-        reasoning: text of the model's reasoning, which is not in `text`.
-        reasoning_tokens: how many of `token_ids`, from the first on, belong to the reasoning.
         reused: tokens of the prompt that were taken over from other requests.
     """
 
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
+    index: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: str | None = None
     stop_reason: int | str | None = None
-    drafted: int = 0
-    accepted: int = 0
-    origin: Origin = Origin.DRAFTER
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    reasoning: str = ""
-    reasoning_tokens: int = 0
     reused: int = 0
 
 
@@ -77,34 +60,25 @@ class Job:
     """One HTTP request for completions: its prompts, and the pieces of its answer.
 
     Attributes:
-        prompts: token ids of each.
-        params: of all of them.
+        parsed: what is asked of the engine.
         seconds: it is given up after this time.
-        prediction: token ids that the answer may repeat.
         streams: whether pieces are wanted after each round; else they come when a continuation ends, which spares the
             event loop the work of waking up.
         speculates: whether anything is drafted.
         client: who asks; clients take turns. Empty where clients are not known apart.
-        cache_salt: see `DecodingLoop.add`.
-        share_text: see `DecodingLoop.add`.
-        constraint: the grammar of `params`, compiled.
+        cache_salt, share_text: see `DecodingLoop.add`.
         arrival: when its request came; the deadline counts from there.
-        reasoning: how each continuation begins; None where all of it is the answer.
         ended: nobody waits for it any more.
     """
 
-    prompts: Sequence[Sequence[int]]
-    params: SamplingParams
+    parsed: ParsedRequest
     seconds: float = math.inf
-    prediction: Sequence[int] = ()
     streams: bool = True
     speculates: bool = True
     client: str = ""
     cache_salt: str = ""
     share_text: bool = True
-    constraint: Constraint | None = None
     arrival: float = field(default_factory=time.monotonic)
-    reasoning: Reasoning | None = None
     ended: bool = False
     _pieces: list[Piece] = field(default_factory=list)
     _error: ApiError | None = None
@@ -114,7 +88,7 @@ class Job:
     @property
     def size(self) -> int:
         """Number of its continuations."""
-        return len(self.prompts) * self.params.n
+        return len(self.parsed.prompts) * self.parsed.params.n
 
     @property
     def complete(self) -> bool:
@@ -122,11 +96,7 @@ class Job:
         return self._complete == self.size
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """The pieces that came since the last ones, until every continuation has ended.
-
-        Raises:
-            ApiError: it failed.
-        """
+        """The pieces that came since the last ones, until every continuation has ended; ApiError where it failed."""
         left = self.size
         while left:
             await self._wake.wait()
@@ -157,7 +127,7 @@ class _Continuation:
     dropped: bool = False
     last: float = 0.0
     logprobs: int = 0
-    counted: Counted = field(default_factory=lambda: Counted(Stats()))
+    counted: Stats = field(default_factory=Stats)  # what is in the metrics already
 
 
 class _Queue:
@@ -191,11 +161,7 @@ class _Queue:
         return True
 
     def next(self, served: Mapping[str, int]) -> Job:
-        """Take out the oldest job of the client with the fewest continuations in the batch; of several they take turns.
-
-        Args:
-            served: continuations in the batch, by client.
-        """
+        """Take out the oldest job of the client with the fewest continuations in the batch; such clients take turns."""
         client = min(self._jobs, key=lambda each: (served.get(each, 0), self._turns.get(each, 0)))
         self._turns[client] = max(self._turns.values(), default=0) + 1
         job = next(iter(self._jobs[client]))
@@ -204,15 +170,15 @@ class _Queue:
 
 
 class EngineWorker:
-    """Runs an engine in a thread of its own.
+    """Runs an engine, which nobody else may use meanwhile, in a thread of its own.
 
     Args:
-        engine: nobody else may use it while the worker runs.
-        metrics: what happens is counted there.
         max_waiting: continuations that may wait for a place in the batch.
         max_per_client: continuations that one client may have, waiting ones included; None for no limit of its own.
         stuck_after: seconds of one round after which the thread counts as stuck; 0 is never.
         shown: makes a message of the engine fit for clients.
+
+    Attributes:
         died: called in the event loop's thread if the engine's thread ends by an error.
     """
 
@@ -225,12 +191,11 @@ class EngineWorker:
         max_per_client: int | None = None,
         stuck_after: float = 0.0,
         shown: Callable[[str], str] = str,
-        died: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
         self._shown = shown
-        self._died = died
+        self.died: Callable[[], None] = lambda: None
         self.capacity = engine.max_batch + max_waiting
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._most = max_per_client
@@ -289,11 +254,7 @@ class EngineWorker:
         return self._thread.is_alive() and not self.dead and not self._ends and not self.stuck
 
     def submit(self, job: Job) -> None:
-        """Queue a job.
-
-        Raises:
-            ApiError: the queue is full, or nothing runs any more.
-        """
+        """Queue a job; ApiError where the queue is full, or nothing runs any more."""
         self.refuse_without_room(job.size, job.client)
         timer = None
         if job.seconds < math.inf:
@@ -306,11 +267,7 @@ class EngineWorker:
         self._inbox.put(lambda: self._add(job))
 
     def refuse_without_room(self, size: int = 1, client: str = "") -> None:
-        """Refuse a job of so many continuations where it cannot be queued now.
-
-        Raises:
-            ApiError: see `submit`.
-        """
+        """Refuse a job of so many continuations where it cannot be queued now."""
         if not self.ready:
             raise stopping()
         own = self._sizes.get(client, 0) + size
@@ -349,7 +306,7 @@ class EngineWorker:
         for job in self._open:
             job.put([], stopping())
         if self.failed:
-            self._died()
+            self.died()
 
     def _hand_over(self, out: dict[Job, tuple[list[Piece], ApiError | None]]) -> None:
         for job, (pieces, error) in out.items():
@@ -359,7 +316,6 @@ class EngineWorker:
 
     @property
     def _rows(self) -> list[_Continuation]:
-        """What is in the engine, in the order in which it came there."""
         return [row for rows in self._jobs.values() for row in rows]
 
     def _run(self) -> None:
@@ -426,19 +382,19 @@ class EngineWorker:
             self._begin(self._queue.next(self._served))
 
     def _begin(self, job: Job) -> None:
-        """Hand a job to the engine."""
         made: list[Request] = []
+        asked = job.parsed
         try:
-            for prompt in job.prompts:
+            for prompt in asked.prompts:
                 made += self._engine.add(
                     list(prompt),
-                    job.params,
-                    prediction=job.prediction,
+                    asked.params,
+                    prediction=asked.prediction,
                     speculates=job.speculates,
                     cache_salt=job.cache_salt,
                     share_text=job.share_text,
-                    constraint=job.constraint,
-                    reasoning=job.reasoning,
+                    constraint=asked.constraint,
+                    reasoning=asked.reasoning,
                 )
         except BaseException as error:  # noqa: BLE001 - whatever it is, also a panic of a library, it is this job's
             for request in made:
@@ -447,7 +403,8 @@ class EngineWorker:
             _release(error)
             return
         finally:
-            job.constraint = None  # the engine's rows have it as long as they need it
+            job.parsed = replace(asked, constraint=None)  # the engine's rows have it as long as they need it
+            del asked
         self._jobs[job] = [_Continuation(job, request, index) for index, request in enumerate(made)]
         self._serves(job, len(made))
 
@@ -486,7 +443,6 @@ class EngineWorker:
         self._failures = 0
 
     def _collect(self, row: _Continuation, begin: float, now: float) -> None:
-        """Take what a round made of a continuation."""
         request, job = row.request, row.job
         if row.dropped:  # another continuation of its job failed in this round
             return
@@ -508,7 +464,6 @@ class EngineWorker:
             self._metrics.ended(str(request.cutter.finish), now - job.arrival, request.stats.num_tokens)
 
     def _observe(self, row: _Continuation, begin: float, now: float) -> None:
-        """Count a continuation's round in the metrics."""
         if not row.started:
             row.started = True
             self._metrics.queue_time.observe(begin - row.job.arrival)
@@ -518,16 +473,13 @@ class EngineWorker:
             self._metrics.prefix_queries.inc(row.request.prompt_length)
             self._metrics.prefix_hits.inc(row.request.reused)
         else:
-            made = row.request.stats.num_tokens - row.counted.tokens
+            made = row.request.stats.num_tokens - row.counted.num_tokens
             self._metrics.between_tokens.observe((now - row.last) / max(made, 1))
         row.last = now
         row.counted = self._metrics.decoded(row.counted, row.request.stats)
 
     def _remove(self, row: _Continuation) -> None:
-        """Forget a continuation that the engine has done with.
-
-        Its grammar, which may hold many megabytes, does not wait for Python's collector of cycles.
-        """
+        """Forget a continuation that the engine has done with, and at once its grammar, of maybe many megabytes."""
         row.request.transforms = replace(row.request.transforms, constraint=None)
         rows = self._jobs[row.job]
         rows.remove(row)
@@ -578,13 +530,7 @@ class EngineWorker:
 
 
 def pieces_of(request: Request, index: int, reported: int = 0) -> list[Piece]:
-    """The chunks of a request that nobody has taken yet, as pieces.
-
-    Args:
-        request: its chunks are taken away.
-        index: of the continuation.
-        reported: tokens whose log-probabilities earlier pieces have.
-    """
+    """Take the chunks of a request as pieces; earlier ones have log-probabilities of the first `reported` tokens."""
     made = []
     while request.chunks:
         chunk = request.chunks.popleft()
@@ -593,31 +539,19 @@ def pieces_of(request: Request, index: int, reported: int = 0) -> list[Piece]:
         reported += len(logprobs)
         made.append(
             Piece(
-                index,
-                chunk.text,
-                chunk.token_ids,
-                logprobs,
-                chunk.finish_reason,
-                request.cutter.stop_reason if last else None,
-                chunk.drafted,
-                chunk.accepted,
-                chunk.origin,
-                tuple(request.prompt_logprobs) if last else (),
-                chunk.reasoning,
-                chunk.reasoning_tokens,
-                request.reused,
+                **vars(chunk),
+                index=index,
+                logprobs=logprobs,
+                stop_reason=request.cutter.stop_reason if last else None,
+                prompt_logprobs=tuple(request.prompt_logprobs) if last else (),
+                reused=request.reused,
             )
         )
     return made
 
 
 def explained(error: BaseException, shown: Callable[[str], str]) -> ApiError:
-    """What a client is told of an error; what it is not told is in the log.
-
-    Args:
-        error: of the engine.
-        shown: makes a message of the engine fit for clients.
-    """
+    """What a client is told of an error of the engine, made fit for it by `shown`; the log has all of it."""
     if isinstance(error, RequestError):
         _log.error("%s", error)
         if isinstance(error.__cause__, NoTokenError):
@@ -638,5 +572,4 @@ def _release(error: BaseException | None) -> None:
 
 
 def _wanted(job: Job, pieces: Sequence[Piece], error: ApiError | None) -> bool:
-    """Whether a job's handler is woken for these pieces."""
     return job.streams or error is not None or any(piece.finish_reason is not None for piece in pieces)

@@ -1,4 +1,4 @@
-"""Checks of a server: the sampling parameters that each asks for, and what must hold for every single answer."""
+"""Checks of a server: prompts, the sampling parameters that each asks for, and what must hold for every answer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ from draftproof.errors import UserError
 from draftproof.sampling import SamplingParams
 
 LONGEST_MINIMUM = 24  # tokens that the check min_tokens asks for
+PROMPTS = (  # where the user has none: short openings of several kinds
+    "Once upon a time there was a little girl who lived with her mother in a small house near the woods. One day",
+    "The recipe is simple. First you need two eggs, a cup of milk, some flour and a little salt. Then you",
+    "Tom had a big red ball. He played with the ball every day in the park with his friend Sam. Then the ball",
+    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return",
+    "The town lies at the mouth of the river. In winter the ships stay in the harbour, and in spring the people",
+    "Question: What is the capital of France?\nAnswer: Paris.\nQuestion: What is the capital of Italy?\nAnswer:",
+    "The old man looked at the sea for a long time. He was happy, and he was sad, and he said to the boy:",
+    "Dear Anna, thank you for your letter. We are all well here, and the garden is full of flowers. I hope",
+)
 GRAMMAR = "[a-z]+( [a-z]+){3,8}"
 SCHEMA = {
     "type": "object",
@@ -23,13 +33,10 @@ SCHEMA = {
 
 @dataclass(frozen=True)
 class Check:
-    """One kind of requests.
+    """One kind of requests, and what it looks for.
 
     Attributes:
-        name: in reports.
-        about: what it looks for, in a few words.
         fields: of the request, besides the prompt and what all requests have.
-        params: the same for our own transforms.
         seeded: whether each request has a seed of its own.
         form: name of the form that a finished answer must have: "regex", "schema" or "".
     """
@@ -40,21 +47,25 @@ class Check:
     seeded: bool = False
     form: str = ""
 
+    def request(self, max_tokens: int) -> dict[str, Any]:
+        """The fields of a request, besides its prompt."""
+        return {"temperature": 1.0, "max_tokens": max_tokens, **self.fields}
+
     def params(self, max_tokens: int) -> SamplingParams:
         """What the request means, as SamplingParams; the form of the answer is not part of it."""
-        fields = {name: value for name, value in self.fields.items() if name != "structured_outputs"}
-        fields.pop("response_format", None)
+        fields = self.request(max_tokens)
+        for form in ("structured_outputs", "response_format"):
+            fields.pop(form, None)
         if "logit_bias" in fields:
             fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
-        return SamplingParams(**{"temperature": 1.0, "max_tokens": max_tokens, **fields})
+        return SamplingParams(**fields)
 
 
 def checks_for(frequent: Sequence[int]) -> dict[str, Check]:
     """All checks.
 
-    Args:
-        frequent: tokens that answers often hold, most frequent first: three or more. Biases are put on them, and
-            min_tokens is checked with one of them as stop token.
+    `frequent`: three or more tokens that answers often hold, most frequent first. Biases are put on them, and
+    min_tokens is checked with one of them as stop token.
     """
     first, second, third = frequent[:3]
     bias = {str(first): -100.0, str(second): 2.0, str(third): -2.0}
@@ -91,11 +102,7 @@ NAMES = tuple(checks_for((0, 1, 2)))
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-    """The names of the checks that were asked for; all without a name.
-
-    Raises:
-        UserError: a name that is none.
-    """
+    """The names of the checks that were asked for; all without a name."""
     for name in names:
         if name not in NAMES:
             raise UserError(f"check: expected one of {', '.join(NAMES)}, got {name!r}")
@@ -114,14 +121,7 @@ def violations(
 ) -> list[str]:
     """What one answer breaks, whatever was drawn; empty for a right server.
 
-    Args:
-        check: the check it belongs to.
-        text: as answered.
-        tokens: that were sampled, with the end token where one ended the answer.
-        finish: the server's finish_reason.
-        max_tokens: of the request.
-        ends: end-of-sequence tokens.
-        decoded: the text of `tokens`.
+    `tokens` are those that were sampled, with the end token where one ended the answer, and `decoded` is their text.
     """
     params = check.params(max_tokens)
     found = []

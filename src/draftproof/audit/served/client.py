@@ -32,15 +32,7 @@ class Refused(Exception):  # noqa: N818 - an answer of the server, not a failure
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer of the server.
-
-    Attributes:
-        text: as answered.
-        finish: finish_reason.
-        stop_reason: vLLM's field: which stop token or string ended it; None where not given.
-        tokens: sampled token ids, if the server returns them.
-        completion_tokens: the server's count of them, if given.
-    """
+    """One answer of the server, which need not give the sampled token ids, nor their count."""
 
     text: str
     finish: str | None
@@ -67,8 +59,7 @@ class Client:
         model: name of the served model; default the first one it lists.
         timeout: seconds that one request may take.
         retries: further tries after a failure that may pass.
-        key: API key; without it that of `key_for`.
-        key_name: variable that holds it.
+        key: API key; without it that of `key_for`, from the variable `key_name`.
         transport: of httpx; tests give one that needs no network.
     """
 
@@ -109,15 +100,7 @@ class Client:
         await self._http.aclose()
 
     async def start(self, prompt: Sequence[int], text: str) -> dict[str, Any]:
-        """Find out the model's name, what the server says of itself, and how it returns sampled tokens.
-
-        Args:
-            prompt: token ids of some prompt.
-            text: the same as a text.
-
-        Raises:
-            UserError: nobody answers, the server lists no models, or refuses a plain completion.
-        """
+        """Find out the model's name, what the server says of itself, and how it returns sampled tokens of a prompt."""
         listed = await self._send("GET", "/v1/models", None)
         cards = listed.get("data")
         cards = [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
@@ -137,7 +120,6 @@ class Client:
         return {"url": self.url, "model": self.model, "owned_by": owner, "version": version, "tokens_by": asked}
 
     async def _probe(self, prompt: Sequence[int], text: str) -> None:
-        """Choose the best way to ask for tokens that the server takes."""
         refusal = ""
         accepted: list[tuple[bool, dict[str, Any]]] = []
         for as_ids in (True, False):
@@ -161,12 +143,7 @@ class Client:
         self._token_field = {}
 
     async def complete(self, prompt: Sequence[int], text: str, fields: Mapping[str, Any]) -> Reply:
-        """One completion.
-
-        Args:
-            prompt: token ids.
-            text: the same as a text, for servers that take no ids.
-            fields: of the request.
+        """One completion of a prompt, as token ids and as a text for servers that take no ids.
 
         Raises:
             Refused: the server does not take these fields.
@@ -212,11 +189,7 @@ class Client:
         raise UserError(f"{self.url}{path} failed {self._retries + 1} times, last: {last}; start again to go on")
 
     async def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
-        """An answer with its body.
-
-        Raises:
-            UserError: it is too long.
-        """
+        """An answer with its body, which must not be too long."""
         async with self._http.stream(method, path, json=body) as answer:
             content = bytearray()
             async for part in answer.aiter_bytes():
@@ -267,7 +240,6 @@ def _message(answer: httpx.Response) -> str:
 
 
 def _words(value: object) -> str | None:
-    """A value of the server for a report."""
     return None if value is None else printable(str(value)[:200])
 
 
@@ -287,7 +259,6 @@ def key_for(url: str, name: str = KEY_NAME) -> str | None:
 
 
 def _tokens(choice: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The sampled token ids of a choice, if it has them."""
     ids = choice.get("token_ids")
     if isinstance(ids, list) and all(isinstance(each, int) for each in ids):
         return tuple(ids)

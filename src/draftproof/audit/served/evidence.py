@@ -30,20 +30,30 @@ SHARES = (0.9, 0.5, 0.2, 0.1, 0.05, 0.02)
 
 @dataclass(frozen=True)
 class Excluded:
-    """What is known about one kind of fault.
-
-    Attributes:
-        kind: its name.
-        share: the smallest share of tokens that is excluded; None where no share is.
-        evidence: the largest wealth of a bet on this kind, at any time.
-    """
+    """What is known about a kind of fault: the smallest share that is excluded, the largest wealth of a bet on it."""
 
     kind: str
     share: float | None
     evidence: float
 
 
-class Evidence:
+class Wealth:
+    """The mean of the wealths of several bets, by the logarithm of the largest one so far."""
+
+    _peak = 0.0
+
+    @property
+    def e_value(self) -> float:
+        """The largest mean of the wealths so far; its inverse is a p-value that holds at any time."""
+        return math.exp(min(self._peak, 700.0))
+
+    @property
+    def p_value(self) -> float:
+        """Anytime-valid: under a right server, below a with probability a at most, whenever the audit stops."""
+        return min(1.0, math.exp(-self._peak))
+
+
+class Evidence(Wealth):
     """The wealth of all bets in one check.
 
     Args:
@@ -72,14 +82,9 @@ class Evidence:
         self._best = self._log.clone()
         self._least = self._log.clone()
         self._loss = -math.log1p(-floor)
-        self._peak = 0.0
 
     def add(self, ratios: Float[Tensor, "tokens kinds"]) -> None:
-        """Add the tokens of one answer.
-
-        Args:
-            ratios: r(y)/p(y) of each token under each kind, 0 or more.
-        """
+        """Add the tokens of one answer: r(y)/p(y) of each token under each kind, 0 or more."""
         if not ratios.shape[0]:
             return
         factors = torch.log1p(self._share * (ratios.double().unsqueeze(-1) - 1))
@@ -94,16 +99,6 @@ class Evidence:
     def log_e_value(self) -> float:
         """Natural logarithm of the mean of all wealths now."""
         return float(self._log.flatten().logsumexp(0)) - math.log(max(self._log.numel(), 1)) if self.kinds else 0.0
-
-    @property
-    def e_value(self) -> float:
-        """The largest mean of the wealths so far; its inverse is a p-value that holds at any time."""
-        return math.exp(min(self._peak, 700.0))
-
-    @property
-    def p_value(self) -> float:
-        """Anytime-valid: under a right server, below a with probability a at most, whenever the audit stops."""
-        return min(1.0, math.exp(-self._peak))
 
     def found(self, alpha: float) -> bool:
         """Whether a fault is found, with a false-alarm rate of `alpha` for this check."""
@@ -146,17 +141,7 @@ def needed_tokens(
 ) -> float:
     """About how many tokens it takes to find a fault in a share of the tokens: log(bets/alpha) over the mean growth.
 
-    Args:
-        probs: p in some contexts.
-        ratios: r/p there, as bets see it.
-        others: r there.
-        share: of the tokens that are drawn from r.
-        slack: of this kind.
-        alpha: false-alarm rate of the check.
-        bets: number of all bets of the check.
-
-    Returns:
-        Infinity where the bet does not grow.
+    In some contexts `probs` are p, `ratios` r/p as bets see it, and `others` r. Infinite where the bet does not grow.
     """
     drawn = (1 - share) * probs.double() + share * others.double()
     growth = (drawn * torch.log1p(share * (ratios.double() - 1))).sum(-1).mean() - math.log1p(share * slack)

@@ -23,15 +23,7 @@ _MATCHES = (3, 2, 1)  # lengths of the passages that "lookup" matches, longest f
 
 @dataclass(frozen=True)
 class Answer:
-    """The contexts of one answer.
-
-    Attributes:
-        prompt: token ids.
-        tokens: that were sampled, in order.
-        logits: the target's, in the context of each token.
-        draft: the draft model's, where there is one.
-        transforms: the request's sampling parameters, bound to the prompt.
-    """
+    """The contexts of one answer: logits for each sampled token, of a draft model too, and transforms."""
 
     prompt: Sequence[int]
     tokens: Sequence[int]
@@ -42,10 +34,8 @@ class Answer:
     def rows(self, params: SamplingParams | None = None, *, forgotten: int = 0, draft: bool = False) -> Tensor:
         """The distribution of each token.
 
-        Args:
-            params: others than the request's.
-            forgotten: that many of the last tokens are not seen by transforms.
-            draft: of the draft model instead of the target.
+        `params` are others than the request's; transforms do not see so many last tokens as are `forgotten`; `draft`
+        takes the draft model instead of the target.
         """
         own = self.transforms if params is None else replace(self.transforms, params=params)
         paths = [self.tokens[: max(0, place - forgotten)] for place in range(len(self.tokens))]
@@ -69,18 +59,6 @@ def _tempered(power: float) -> Maker:
         return _normalised((p / p.amax(-1, keepdim=True)).pow(power) * (p > 0), p)
 
     return made
-
-
-def _greedy(_: Answer, p: Rows) -> Rows:
-    return torch.zeros_like(p).scatter_(-1, p.argmax(-1, keepdim=True), 1.0)
-
-
-def _earlier(_: Answer, p: Rows) -> Rows:
-    return torch.cat([p[:1], p[:-1]])
-
-
-def _anything(_: Answer, p: Rows) -> Rows:
-    return torch.full_like(p, 1 / p.shape[-1])
 
 
 def _repeated(answer: Answer, p: Rows) -> Rows:
@@ -130,14 +108,6 @@ def _q(answer: Answer, p: Rows) -> Rows:
     return answer.rows(draft=True) if answer.draft is not None else p
 
 
-def _residual(answer: Answer, p: Rows) -> Rows:
-    return _normalised((p - _q(answer, p)).clamp(min=0), p)
-
-
-def _overlap(answer: Answer, p: Rows) -> Rows:
-    return _normalised(torch.minimum(p, _q(answer, p)), p)
-
-
 def _wide_residual(steps: int) -> Maker:
     """p moved from the residual max(P p - q, 0) towards max(p - q, 0): a block rule that forgets its running ratio P.
 
@@ -163,20 +133,15 @@ def _wide_residual(steps: int) -> Maker:
 
 
 def kinds_of(params: SamplingParams, *, drafted: bool) -> dict[str, Maker]:
-    """The kinds of faults that can show under these sampling parameters.
-
-    Args:
-        params: the request's.
-        drafted: whether the server's draft model is known.
-    """
+    """The kinds of faults that can show under these sampling parameters; `drafted` if the draft model is known."""
     if params.temperature == 0:
         return {}
     made: dict[str, Maker] = {
         "too cold": _tempered(1.5),
         "too hot": _tempered(0.7),
-        "greedy tokens": _greedy,
-        "row of the token before": _earlier,
-        "any token": _anything,
+        "greedy tokens": lambda _, p: torch.zeros_like(p).scatter_(-1, p.argmax(-1, keepdim=True), 1.0),
+        "row of the token before": lambda _, p: torch.cat([p[:1], p[:-1]]),
+        "any token": lambda _, p: torch.full_like(p, 1 / p.shape[-1]),
         "tokens repeated": _repeated,
         "looked-up drafts accepted": _lookup,
         "looked-up drafts refused": _no_lookup,
@@ -185,8 +150,8 @@ def kinds_of(params: SamplingParams, *, drafted: bool) -> dict[str, Maker]:
     if drafted:
         made |= {
             "drafts accepted": _q,
-            "drafts refused": _residual,
-            "only what both draw": _overlap,
+            "drafts refused": lambda answer, p: _normalised((p - _q(answer, p)).clamp(min=0), p),
+            "only what both draw": lambda answer, p: _normalised(torch.minimum(p, _q(answer, p)), p),
             "block residual without its ratio": _wide_residual(1),
             "block residual without its long ratio": _wide_residual(3),
         }

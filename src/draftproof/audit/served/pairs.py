@@ -17,6 +17,7 @@ from typing import Any
 
 from draftproof.audit.served.checks import Check, checks_for, chosen, violations
 from draftproof.audit.served.client import Client, Refused, Reply
+from draftproof.audit.served.evidence import Wealth
 from draftproof.audit.served.kinds import looked_up
 from draftproof.audit.served.run import FAIL, OPEN, REFUSED, Finding, Options
 
@@ -24,28 +25,16 @@ _STAKES = (0.9, 0.5, 0.2, -0.2, -0.5, -0.9)
 _RECENT = 8
 
 
-def _length(tokens: Sequence[int], most: int) -> float:
-    return min(len(tokens) / most, 1.0)
-
-
-def _distinct(tokens: Sequence[int], _: int) -> float:
-    return len(set(tokens)) / max(len(tokens), 1)
-
-
-def _repeats(tokens: Sequence[int], _: int) -> float:
-    again = sum(token in tokens[max(0, place - _RECENT) : place] for place, token in enumerate(tokens))
-    return again / max(len(tokens), 1)
-
-
-def _lookups(tokens: Sequence[int], _: int) -> float:
-    return sum(looked_up(tokens[:place]) == token for place, token in enumerate(tokens)) / max(len(tokens), 1)
+def _share(tokens: Sequence[int], holds: Callable[[Sequence[int], int], bool]) -> float:
+    """The share of tokens for which something holds of the tokens before them and themselves."""
+    return sum(holds(tokens[:place], token) for place, token in enumerate(tokens)) / max(len(tokens), 1)
 
 
 _FEATURES: dict[str, Callable[[Sequence[int], int], float]] = {
-    "length": _length,
-    "distinct tokens": _distinct,
-    "recent tokens repeated": _repeats,
-    "earlier passages repeated": _lookups,
+    "length": lambda tokens, most: min(len(tokens) / most, 1.0),
+    "distinct tokens": lambda tokens, _: _share(tokens, lambda before, token: token not in before),
+    "recent tokens repeated": lambda tokens, _: _share(tokens, lambda before, token: token in before[-_RECENT:]),
+    "earlier passages repeated": lambda tokens, _: _share(tokens, lambda before, token: looked_up(before) == token),
 }
 
 
@@ -70,20 +59,14 @@ class Learned:
             counts.update(pairwise(tokens))
 
 
-class PairEvidence:
-    """The wealth of all bets on differences between two servers.
-
-    Args:
-        slack: by how much the means of a feature may differ between right servers.
-        most: tokens of an answer.
-    """
+class PairEvidence(Wealth):
+    """The wealth of all bets on differences between two servers, whose means may differ by a slack."""
 
     def __init__(self, slack: float, most: int) -> None:
         self._slack = slack
         self._most = most
         self._learned = Learned()
         self._log = {(name, stake): 0.0 for name in (*_FEATURES, "learned") for stake in _STAKES}
-        self._peak = 0.0
         self.pairs = 0
 
     def add(self, first: Sequence[int], second: Sequence[int]) -> None:
@@ -99,17 +82,12 @@ class PairEvidence:
         mean = top + math.log(sum(math.exp(each - top) for each in self._log.values()) / len(self._log))
         self._peak = max(self._peak, mean)
 
-    @property
-    def p_value(self) -> float:
-        """Anytime-valid: see `Evidence.p_value`."""
-        return min(1.0, math.exp(-self._peak))
-
     def to_dict(self) -> dict[str, Any]:
         """Values for JSON."""
         best = {name: max(self._log[name, stake] for stake in _STAKES) for name in (*_FEATURES, "learned")}
         return {
             "pairs": self.pairs,
-            "e_value": math.exp(min(self._peak, 700.0)),
+            "e_value": self.e_value,
             "p_value": self.p_value,
             "features": {name: math.exp(min(log, 700.0)) for name, log in best.items()},
         }
@@ -124,18 +102,10 @@ async def audit_pair(
     *,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> tuple[dict[str, Any], list[Finding]]:
-    """All checks on both servers.
+    """All checks on a server that speculates, and on one without speculation of the same model.
 
-    Args:
-        server: that speculates.
-        reference: without speculation, of the same model.
-        options: `budget` counts tokens of one server; `numerics` is the slack if it is a number, else 0.01.
-        texts: prompts.
-        encode: a text's tokens, for servers that return none; words do.
-        progress: as of `Audit`.
-
-    Returns:
-        What the server says of itself, and the findings.
+    `budget` counts tokens of one server; `numerics` is the slack if it is a number, else 0.01. `encode` gives a text's
+    tokens, for servers that return none. Returns what the server says of itself, and the findings.
     """
     prompts = [encode(text) for text in texts]
     try:
@@ -201,7 +171,7 @@ class _Pair:
             self.progress(check.name, min(found.tokens, most), most)
 
     def _asked(self, check: Check, number: int, which: int) -> Coroutine[Any, Any, Reply]:
-        fields: dict[str, Any] = {"temperature": 1.0, "max_tokens": self.options.max_tokens, **check.fields}
+        fields = check.request(self.options.max_tokens)
         if check.seeded or self.options.seeds:
             fields["seed"] = 2 * (self.options.seed * 1_000_000 + number) + which
         return self.servers[which].complete((), self.texts[number % len(self.texts)], fields)

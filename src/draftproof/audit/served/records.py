@@ -16,15 +16,7 @@ FILE = "answers.jsonl"
 
 
 class Records:
-    """Answers by check and number.
-
-    Args:
-        folder: where they are kept; None keeps them in memory only.
-        settings: of the audit; answers of an audit with other settings are refused.
-
-    Raises:
-        UserError: the folder holds answers of another audit, or cannot be written.
-    """
+    """Answers by check and number, kept in a folder, or in memory only; a folder of other settings is refused."""
 
     def __init__(self, folder: Path | None, settings: Mapping[str, Any]) -> None:
         self._found: dict[tuple[str, int], dict[str, Any]] = {}
@@ -80,11 +72,6 @@ class Records:
         if self._file is not None:
             self._file.write(json.dumps(made) + "\n")
             self._file.flush()
-
-    def request(self, check: str, number: int) -> dict[str, Any] | None:
-        """What was asked."""
-        found = self._found.get((check, number))
-        return None if found is None else found["request"]
 
     def close(self) -> None:
         """Close the file."""

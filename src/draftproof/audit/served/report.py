@@ -17,16 +17,7 @@ HEADS = ("check", "verdict", "answers", "tokens", "p-value", "excluded", "why")
 
 @dataclass(frozen=True)
 class ServerReport:
-    """Everything that an audit found.
-
-    Attributes:
-        server: what the server says of itself.
-        reference: the weights or the server it was compared with.
-        options: of the audit.
-        prompts: that were continued.
-        findings: one for each check.
-        facts: of the run, from `provenance.run_facts`.
-    """
+    """Everything that an audit found: what the server says of itself, what it was compared with, and the findings."""
 
     server: Mapping[str, Any]
     reference: str

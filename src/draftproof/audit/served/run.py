@@ -75,7 +75,6 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        check: what was asked.
         verdict: "ok": no fault, and faults of the stated size are excluded, all kinds that the budget is enough for;
             "FAIL"; "open": no fault, and some of these kinds are not excluded yet; "refused": by the server.
         why: of the verdict, in a sentence.
@@ -110,14 +109,8 @@ class Finding:
 class Audit:
     """One audit.
 
-    Args:
-        client: of the server.
-        right: the target's weights.
-        options: of the audit.
-        prompts: texts.
-        rounded: the same weights in the server's arithmetic, where that is not float32.
-        folder: where answers are kept, so that the audit can go on later.
-        progress: called with the check, the tokens so far and the budget.
+    `rounded` are the same weights in the server's arithmetic, where that is not float32; answers are kept in `folder`,
+    so that the audit can go on later; `progress` is called with the check, the tokens so far and the budget.
     """
 
     def __init__(
@@ -172,11 +165,7 @@ class Audit:
         return model.read(params, [left for left, _ in pairs], [rest for _, rest in pairs])
 
     async def run(self) -> list[Finding]:
-        """All checks, one after another.
-
-        Raises:
-            UserError: the server cannot be asked.
-        """
+        """All checks, one after another; a UserError where the server cannot be asked."""
         try:
             self.server = await self._client.start(self._prompts[0], self._texts[0])
             tested = [name for name in self._names if self._tested(self.checks[name])]
@@ -249,22 +238,22 @@ class Audit:
         return [made[number] if reply is None else reply for number, reply in zip(batch, kept, strict=True)]
 
     async def _one(self, check: Check, number: int) -> Reply | str:
-        place = number % len(self._prompts)
         try:
-            return await self._client.complete(self._prompts[place], self._texts[place], self._fields(check, number))
+            return await self._client.complete(*self._asked(check, number))
         except Refused as error:
             return str(error)
 
-    def _fields(self, check: Check, number: int) -> dict[str, Any]:
-        fields = {"temperature": 1.0, "max_tokens": self._options.max_tokens, **check.fields}
+    def _asked(self, check: Check, number: int) -> tuple[list[int], str, dict[str, Any]]:
+        """A prompt as token ids and as text, and the fields of a request."""
+        fields = check.request(self._options.max_tokens)
         if check.seeded or self._options.seeds:
             place = list(self.checks).index(check.name)
             fields["seed"] = (self._options.seed * len(self.checks) + place) * 1_000_000 + number
-        return fields
+        which = number % len(self._prompts)
+        return self._prompts[which], self._texts[which], fields
 
     def _request(self, check: Check, number: int) -> dict[str, Any]:
-        place = number % len(self._prompts)
-        return self._client.body(self._prompts[place], self._texts[place], self._fields(check, number))
+        return self._client.body(*self._asked(check, number))
 
     def _take(
         self,
@@ -276,7 +265,6 @@ class Audit:
         kinds: Mapping[str, Any],
         tie: float,
     ) -> None:
-        """Score some answers."""
         known = [(number, reply, self._sampled(reply)) for number, reply in zip(numbers, replies, strict=True)]
         finding.left_out += sum(tokens is None for _, _, tokens in known)
         whole = [(number, reply, tokens) for number, reply, tokens in known if tokens]

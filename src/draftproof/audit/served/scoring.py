@@ -26,14 +26,7 @@ from draftproof.tree import TokenTree
 
 @dataclass(frozen=True)
 class Gap:
-    """Where the sampled token of a greedy answer is not the most likely one.
-
-    Attributes:
-        place: of the token.
-        token: that was sampled.
-        best: the most likely one.
-        behind: by how much its logit is smaller, after the transforms that change logits.
-    """
+    """Where the sampled token of a greedy answer is not the most likely one, and how far its logit is behind."""
 
     place: int
     token: int
@@ -42,14 +35,7 @@ class Gap:
 
 
 class Reference:
-    """A target model, and its draft model where that is known, that read answers token by token.
-
-    Args:
-        target: loaded.
-        tokenizer: its tokenizer.
-        draft: the server's draft model, or None.
-        eos_token_ids: of the target.
-    """
+    """A target model, and its draft model where that is known, that read answers token by token."""
 
     def __init__(
         self, target: Backend, tokenizer: Any, *, draft: Backend | None = None, eos_token_ids: Sequence[int] = ()
@@ -61,11 +47,7 @@ class Reference:
 
     @classmethod
     def load(cls, target: str, draft: str | None = None, *, dtype: str = "float32", **options: Any) -> Reference:
-        """From names, as `Engine.load` takes them.
-
-        Raises:
-            UserError: a model that cannot be had, or a draft model with another tokenizer.
-        """
+        """From names, as `Engine.load` takes them; a UserError for a draft model with another tokenizer."""
         read = LoadOptions(dtype=dtype, **options)
         backend = load(target, read).backend
         tokenizer = load_tokenizer(models.resolve(target))
@@ -103,11 +85,7 @@ class Reference:
     def read(
         self, params: SamplingParams, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
     ) -> list[Answer]:
-        """The contexts of some answers, in one forward pass.
-
-        Raises:
-            UserError: a token outside the vocabulary: the server has another model.
-        """
+        """The contexts of some answers, in one forward pass."""
         for answer in answers:
             bad = next((token for token in answer if not 0 <= token < self.target.vocab_size), None)
             if bad is not None:
@@ -126,7 +104,6 @@ class Reference:
 def _rows(
     backend: Backend, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> list[Float[Tensor, "tokens vocab"]]:
-    """The logits in the context of each sampled token."""
     sessions = [backend.open() for _ in prompts]
     try:
         feeds = [
@@ -153,13 +130,7 @@ def gaps(answer: Answer) -> list[Gap]:
 
 
 def drifts(right: Sequence[Answer], rounded: Sequence[Answer], kinds: Mapping[str, Maker]) -> dict[str, float]:
-    """By how much the mean of r/p differs from 1 under rounded probabilities: mean of the absolute value over contexts.
-
-    Args:
-        right: contexts by the reference.
-        rounded: the same contexts in the arithmetic that the server is assumed to have.
-        kinds: of faults.
-    """
+    """By how much the mean of r/p differs from 1 under rounded probabilities: the mean absolute value over contexts."""
     sums = dict.fromkeys(kinds, 0.0)
     count = 0
     for exact, other in zip(right, rounded, strict=True):

@@ -35,12 +35,7 @@ class Worker:
     """An engine on the cluster; it is loaded once, and not at construction, where Ray would hide an error's type."""
 
     def load(self, engine: Mapping[str, Any], options: RowOptions) -> None:
-        """Load the engine.
-
-        Args:
-            engine: arguments of `Engine.load`.
-            options: of the rows.
-        """
+        """Load the engine by arguments of `Engine.load`."""
         self._answer = Answerer(Engine.load(**engine), options)
 
     def answer(self, rows: Sequence[Row]) -> list[Result]:
@@ -126,11 +121,7 @@ def _connected(address: str) -> Iterator[None]:
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Refuse HOST:PORT where nobody listens; `ray.init` would try for minutes, and end the process.
-
-    Raises:
-        UserError: nobody does.
-    """
+    """Refuse HOST:PORT where nobody listens; `ray.init` would try for minutes, and end the process."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
         return
@@ -156,14 +147,7 @@ def _resources(workers: int | None) -> tuple[int, dict[str, Any]]:
 
 
 class _Pool:
-    """Workers, and the pieces that they have.
-
-    Args:
-        make: starts a worker's process.
-        engine: what it loads.
-        options: of the rows.
-        pieces: all that there are.
-    """
+    """Workers, which load an engine, and the pieces that they have."""
 
     def __init__(
         self, make: Callable[[], Any], engine: Mapping[str, Any], options: RowOptions, pieces: Iterator[_Piece]
@@ -183,7 +167,6 @@ class _Pool:
         self._tasks[worker.load.remote(self._engine, self._options)] = worker, None
 
     def _give(self, worker: Any) -> None:
-        """Give a free worker the next piece."""
         piece = self._again.popleft() if self._again else next(self._pieces, None)
         if piece is None:
             self._idle.append(worker)
@@ -211,11 +194,7 @@ class _Pool:
                     yield results
 
     def _taken(self, reference: Any, piece: _Piece | None) -> list[Result] | None:
-        """What a worker made of its piece; None where it died, which is made good.
-
-        Raises:
-            UserError: it failed by an error that others would have, too.
-        """
+        """What a worker made of its piece; None where it died, which is made good."""
         try:
             found = ray.get(reference)
         except RayTaskError as error:

@@ -33,15 +33,7 @@ _NAME = b"x-replica"  # header that says which replica has answered
 
 
 class Replica:
-    """One engine and its server, without a socket: requests come from the entrance.
-
-    Args:
-        target: as in `Engine.load`.
-        draft: as in `Engine.load`.
-        engine: further arguments of `Engine.load`.
-        settings: of the server.
-        keys: API keys; empty lets everybody in.
-    """
+    """One engine and its server, without a socket: requests come from the entrance."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, target: str, draft: str | None, engine: Mapping[str, Any], settings: Settings, keys: Keys
@@ -62,11 +54,7 @@ class Replica:
             await self._lifespan.__aexit__(None, None, None)
 
     async def check_health(self) -> None:
-        """Ray Serve replaces a replica for which this fails.
-
-        Raises:
-            RuntimeError: the engine's thread has ended, or does not end a round.
-        """
+        """Ray Serve replaces a replica for which this fails."""
         if not self._server.worker.ready:
             raise RuntimeError("the engine's thread has ended, or does not end a round")
 
@@ -85,12 +73,6 @@ class Front:
     """Takes HTTP requests and passes them on to replicas.
 
     The metrics are those of all replicas, which are asked together.
-
-    Args:
-        replicas: their handle.
-        settings: of the server.
-        keys: one of them is needed.
-        at_once: requests with a body that are in work.
     """
 
     def __init__(self, replicas: Any, settings: Settings, keys: Keys, at_once: int) -> None:

@@ -31,11 +31,7 @@ class Options:
 
     @classmethod
     def of(cls, vllm_config: Any) -> Options:
-        """The options in a `VllmConfig`; `rejection_sample_method: block` in its speculative config counts too.
-
-        Raises:
-            UserError: an unknown option, an invalid value, or two options that contradict each other.
-        """
+        """The options in a `VllmConfig`; `rejection_sample_method: block` in its speculative config counts too."""
         whole = vllm_config.additional_config
         given = whole.get(_SECTION, {}) if isinstance(whole, dict) else {}
         if not isinstance(given, dict):
@@ -59,7 +55,6 @@ class Options:
 
 
 def _check(name: str, value: object) -> None:
-    """Refuse an invalid value."""
     allowed = {"rule": RULES, "drafter": DRAFTERS}.get(name)
     if allowed is not None and value not in allowed and (name != "rule" or value is not None):
         raise UserError(f"{_SECTION}: {name}: expected one of {', '.join(allowed)}, got {value!r}")

@@ -69,9 +69,6 @@ class Proposer:
             num_tokens_no_spec: the number of committed tokens of each request.
             token_ids_cpu: these tokens, [requests, longest].
             slot_mappings: not used.
-
-        Raises:
-            UserError: the plug-in is not active, so that it is not known which request a row belongs to.
         """
         now = current_round()
         if now is None:

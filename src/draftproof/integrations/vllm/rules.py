@@ -25,10 +25,6 @@ class GeneratorRng:
 
     A request with a generator takes from it one number for each of its own drafted tokens and one for its last token,
     whoever is in the batch. A request without drafts takes none.
-
-    Args:
-        generators: by row, for rows that have one.
-        lengths: number of drafted tokens of each row.
     """
 
     def __init__(self, generators: Mapping[int, torch.Generator], lengths: Sequence[int]) -> None:

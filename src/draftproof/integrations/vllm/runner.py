@@ -223,11 +223,7 @@ def _noise(seeds: Sequence[int], places: Sequence[int]) -> Callable[[slice], Rng
 
 
 class NoiseSampler(nn.Module):
-    """vLLM's sampler of a token after top_k and top_p, with noise that is keyed by the request's seed and place.
-
-    Args:
-        original: vLLM's own, used outside of rounds.
-    """
+    """vLLM's sampler of a token after top_k and top_p, in rounds with noise keyed by the request's seed and place."""
 
     def __init__(self, original: Any) -> None:
         super().__init__()

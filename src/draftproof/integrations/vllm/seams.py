@@ -123,7 +123,6 @@ def change(vllm_config: Any) -> None:
 
 
 def _proposes(vllm_config: Any) -> bool:
-    """Whether the speculative config names our proposer."""
     speculative = vllm_config.speculative_config
     return speculative is not None and str(getattr(speculative, "model", "")).startswith("draftproof.")
 

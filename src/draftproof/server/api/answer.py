@@ -1,16 +1,21 @@
-"""The answer to one request, as far as it has come: its continuations, and what each new piece adds to them."""
+"""The answer to one request as far as it has come, and what tells one API from another: how that is worded."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+from pydantic import BaseModel
 
 from draftproof.draft import Origin
 from draftproof.sampling import TokenLogprob
 from draftproof.server.api.token_text import TokenText
+from draftproof.server.errors import ApiError
 from draftproof.server.parse_request import ParsedRequest
 from draftproof.server.schemas import (
+    Body,
     CompletionBody,
     CompletionDetails,
     PromptDetails,
@@ -21,17 +26,12 @@ from draftproof.server.schemas import (
 from draftproof.server.tools import CallPart, ToolReader
 from draftproof.server.worker import Piece
 
+_Body = TypeVar("_Body", bound=Body)
+
 
 @dataclass(frozen=True)
 class Parts:
-    """What a piece adds to an answer.
-
-    Attributes:
-        reasoning: text of the model's reasoning.
-        text: text of the answer itself.
-        calls: parts of calls of tools.
-        logprobs: of the tokens of the answer itself.
-    """
+    """What a piece adds to an answer; log-probabilities are of the answer itself, without its reasoning."""
 
     reasoning: str
     text: str
@@ -41,18 +41,12 @@ class Parts:
 
 @dataclass
 class Continuation:
-    """One continuation as far as it has come.
+    """One continuation as far as it has come, with what each new piece adds.
 
     Attributes:
-        reasoning: text of the model's reasoning.
-        text: text of the answer itself.
-        calls: of tools, each with all of its arguments so far.
-        token_ids: all tokens.
-        reasoning_tokens: how many of them, from the first on, belong to the reasoning.
+        token_ids: all tokens, of which the first `reasoning_tokens` belong to the reasoning.
         logprobs: of the tokens of the answer itself.
-        prompt_logprobs: of the prompt's tokens.
         finish_reason: why it ended; empty while it goes on.
-        stop_reason: the stop string or token id that ended it.
         predicted: accepted tokens of the prediction.
         reused: tokens of the prompt that were taken over from other requests.
         tools: divides text and calls; None where no tool can be called.
@@ -105,11 +99,8 @@ class Answer:
     """What all answers to one request share, and its continuations.
 
     Attributes:
-        id: of the answer.
-        model: its name in the API.
         parsed: what was asked.
         token_text: text of a token, for log-probabilities.
-        with_ids: whether token ids are asked for.
         with_drafts: whether a stream's chunks say which tokens were drafted.
         echo: whether the prompt's text comes first.
         as_ids: whether log-probabilities name tokens by their ids: texts of different tokens may be equal.
@@ -220,3 +211,50 @@ class Answer:
             return ""
         text = self.parsed.texts[place]
         return self.token_text.joined(self.parsed.prompts[place]) if text is None else text
+
+
+# --- how it is worded ------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class Form(Protocol):
+    """How one answer is worded, whole or as the events of a stream. It keeps nothing large of the request's body."""
+
+    def whole(self, answer: Answer) -> BaseModel:
+        """The body of an answer that is not streamed."""
+
+    def opening(self, answer: Answer) -> bytes:
+        """The events before the first piece."""
+
+    def piece(self, answer: Answer, piece: Piece, parts: Parts) -> bytes:
+        """The events for a piece, whose parts have been added to the answer."""
+
+    def closing(self, answer: Answer) -> bytes:
+        """The events after the last piece."""
+
+    def failure(self, answer: Answer, error: ApiError) -> bytes:
+        """The events at the end of a stream that cannot go on."""
+
+
+@dataclass(frozen=True)
+class Endpoint(Generic[_Body]):
+    """A path that requests for answers are sent to, with the kind of their body.
+
+    Attributes:
+        prefix: what the answer's id begins with.
+        asked: what a body asks, in the words of OpenAI's endpoints.
+        form: of the answer to a body.
+        lenient: whether fields that are not known are left out, as the clients of this API expect.
+    """
+
+    path: str
+    body: type[_Body]
+    prefix: str
+    asked: Callable[[_Body], SamplingFields]
+    form: Callable[[_Body], Form]
+    lenient: bool = False
+
+
+def itself(body: Any) -> Any:
+    """What a body asks where it is OpenAI's."""
+    return body

@@ -8,20 +8,9 @@ from typing import Any
 from typing_extensions import override
 
 from draftproof.sampling import TokenLogprob
-from draftproof.server.api.answer import Answer, Continuation, Parts
-from draftproof.server.api.form import Endpoint, itself
+from draftproof.server import schemas
+from draftproof.server.api.answer import Answer, Continuation, Endpoint, Parts, itself
 from draftproof.server.api.openai import LEAST, OpenAIForm, asked_for, prompt_logprobs
-from draftproof.server.schemas import (
-    AnswerCall,
-    AnswerFunction,
-    AnswerMessage,
-    ChatAnswer,
-    ChatBody,
-    ChatChoice,
-    ChatLogprobs,
-    TokenLogprobAnswer,
-    TopLogprob,
-)
 from draftproof.server.tools import CallPart
 from draftproof.server.worker import Piece
 
@@ -32,11 +21,11 @@ class ChatForm(OpenAIForm):
     object = "chat.completion.chunk"
 
     @override
-    def whole(self, answer: Answer) -> ChatAnswer:
+    def whole(self, answer: Answer) -> schemas.ChatAnswer:
         choices = []
         for index, each in enumerate(answer.continuations):
             choices.append(
-                ChatChoice(
+                schemas.ChatChoice(
                     index=index,
                     message=_message(each),
                     logprobs=chat_logprobs(answer, each.logprobs),
@@ -45,7 +34,7 @@ class ChatForm(OpenAIForm):
                     token_ids=each.token_ids if answer.with_ids else None,
                 )
             )
-        return ChatAnswer(
+        return schemas.ChatAnswer(
             id=answer.id,
             created=answer.created,
             model=answer.model,
@@ -83,12 +72,14 @@ class ChatForm(OpenAIForm):
         }
 
 
-def _message(each: Continuation) -> AnswerMessage:
+def _message(each: Continuation) -> schemas.AnswerMessage:
     calls = [
-        AnswerCall(id=str(call.id), function=AnswerFunction(name=str(call.name), arguments=call.arguments))
+        schemas.AnswerCall(
+            id=str(call.id), function=schemas.AnswerFunction(name=str(call.name), arguments=call.arguments)
+        )
         for call in each.calls
     ]
-    return AnswerMessage(
+    return schemas.AnswerMessage(
         content=(each.text or None) if calls else each.text,
         reasoning_content=each.reasoning or None,
         tool_calls=calls or None,
@@ -108,15 +99,15 @@ def _reason(each: Continuation, reason: str | None) -> str | None:
     return "tool_calls" if reason == "stop" and each.tools is not None and each.tools.count else reason
 
 
-def chat_logprobs(answer: Answer, found: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+def chat_logprobs(answer: Answer, found: Sequence[TokenLogprob]) -> schemas.ChatLogprobs | None:
     """Log-probabilities of some tokens of an answer; None where they are not asked for."""
     if answer.parsed.params.logprobs is None:
         return None
-    return ChatLogprobs(
+    return schemas.ChatLogprobs(
         content=[
-            TokenLogprobAnswer(
+            schemas.TokenLogprobAnswer(
                 **_entry(answer, each.token_id, each.logprob),
-                top_logprobs=[TopLogprob(**_entry(answer, token, value)) for token, value in each.top],
+                top_logprobs=[schemas.TopLogprob(**_entry(answer, token, value)) for token, value in each.top],
             )
             for each in found
         ]
@@ -128,4 +119,4 @@ def _entry(answer: Answer, token: int, logprob: float) -> dict[str, Any]:
     return {"token": answer.name_of(token), "logprob": max(logprob, LEAST), "bytes": content}
 
 
-CHAT = Endpoint("/v1/chat/completions", ChatBody, "chatcmpl-", itself, ChatForm)
+CHAT = Endpoint("/v1/chat/completions", schemas.ChatBody, "chatcmpl-", itself, ChatForm)

@@ -9,16 +9,9 @@ from typing import Any
 from typing_extensions import override
 
 from draftproof.sampling import TokenLogprob
-from draftproof.server.api.answer import Answer, Parts
-from draftproof.server.api.form import Endpoint, itself
+from draftproof.server import schemas
+from draftproof.server.api.answer import Answer, Endpoint, Parts, itself
 from draftproof.server.api.openai import LEAST, OpenAIForm, asked_for, prompt_logprobs
-from draftproof.server.schemas import (
-    CompletionAnswer,
-    CompletionBody,
-    CompletionChoice,
-    CompletionLogprobs,
-    SamplingFields,
-)
 from draftproof.server.worker import Piece
 
 
@@ -27,14 +20,14 @@ class CompletionForm(OpenAIForm):
 
     object = "text_completion"
 
-    def __init__(self, body: SamplingFields) -> None:
+    def __init__(self, body: schemas.SamplingFields) -> None:
         super().__init__(body)
         self._characters: dict[int, int] = {}  # of the text of each continuation's tokens so far
 
     @override
-    def whole(self, answer: Answer) -> CompletionAnswer:
+    def whole(self, answer: Answer) -> schemas.CompletionAnswer:
         choices = [
-            CompletionChoice(
+            schemas.CompletionChoice(
                 index=index,
                 text=answer.echoed(index) + each.text,
                 logprobs=_echoed_logprobs(answer, index) or _completion_logprobs(answer, each.logprobs, 0),
@@ -46,7 +39,7 @@ class CompletionForm(OpenAIForm):
             )
             for index, each in enumerate(answer.continuations)
         ]
-        return CompletionAnswer(
+        return schemas.CompletionAnswer(
             id=answer.id, created=answer.created, model=answer.model, choices=choices, usage=answer.usage
         )
 
@@ -71,12 +64,14 @@ class CompletionForm(OpenAIForm):
         }
 
 
-def _completion_logprobs(answer: Answer, found: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs | None:
+def _completion_logprobs(
+    answer: Answer, found: Sequence[TokenLogprob], offset: int
+) -> schemas.CompletionLogprobs | None:
     if answer.parsed.params.logprobs is None:
         return None
     texts = [answer.token_text(each.token_id) for each in found]
     offsets = [offset + sum(map(len, texts[:place])) for place in range(len(texts))]
-    return CompletionLogprobs(
+    return schemas.CompletionLogprobs(
         tokens=[answer.key_of(each.token_id) for each in found],
         token_logprobs=[max(each.logprob, LEAST) for each in found],
         top_logprobs=[_best_of(answer, each) for each in found],
@@ -91,7 +86,7 @@ def _best_of(answer: Answer, each: TokenLogprob) -> dict[str, float]:
     return {names[token]: max(value, LEAST) for token, value in best.items()}
 
 
-def _echoed_logprobs(answer: Answer, index: int) -> CompletionLogprobs | None:
+def _echoed_logprobs(answer: Answer, index: int) -> schemas.CompletionLogprobs | None:
     """Of the prompt and of what follows it, where the prompt is repeated."""
     each, first = answer.continuations[index], answer.parsed.prompts[answer.prompt_of(index)][0]
     if not answer.echo or answer.parsed.params.logprobs is None:
@@ -100,7 +95,7 @@ def _echoed_logprobs(answer: Answer, index: int) -> CompletionLogprobs | None:
     of_prompt = [replace(one, top=one.top[:most]) for one in each.prompt_logprobs]
     found = _completion_logprobs(answer, [*of_prompt, *each.logprobs], len(answer.token_text(first)))
     assert found is not None, "logprobs are wanted"
-    return CompletionLogprobs(
+    return schemas.CompletionLogprobs(
         tokens=[answer.key_of(first), *found.tokens],
         token_logprobs=[None, *found.token_logprobs],
         top_logprobs=[None, *found.top_logprobs],
@@ -108,4 +103,4 @@ def _echoed_logprobs(answer: Answer, index: int) -> CompletionLogprobs | None:
     )
 
 
-COMPLETIONS = Endpoint("/v1/completions", CompletionBody, "cmpl-", itself, CompletionForm)
+COMPLETIONS = Endpoint("/v1/completions", schemas.CompletionBody, "cmpl-", itself, CompletionForm)

@@ -9,8 +9,7 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 from typing_extensions import override
 
-from draftproof.server.api.answer import Answer, Continuation, Parts
-from draftproof.server.api.form import Endpoint, Form
+from draftproof.server.api.answer import Answer, Continuation, Endpoint, Form, Parts
 from draftproof.server.api.messages_request import MessagesBody, chat_to_answer
 from draftproof.server.api.openai import json_event
 from draftproof.server.errors import ApiError, anthropic_body
@@ -127,9 +126,7 @@ class MessagesForm(Form):
         message = _message(answer, [])
         delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
         usage = message.usage.model_dump(exclude_none=True)
-        return b"".join(
-            [*self._close(), _event("message_delta", delta=delta, usage=usage), _event("message_stop")],
-        )
+        return b"".join([*self._close(), _event("message_delta", delta=delta, usage=usage), _event("message_stop")])
 
     @override
     def failure(self, answer: Answer, error: ApiError) -> bytes:
@@ -160,7 +157,6 @@ class MessagesForm(Form):
         yield _event("content_block_delta", index=self._blocks - 1, delta=delta)
 
     def _close(self) -> Iterator[bytes]:
-        """End the open block."""
         if self._open is None:
             return
         if self._open == "thinking":
@@ -175,7 +171,6 @@ def _event(name: str, **content: Any) -> bytes:
 
 
 def _message(answer: Answer, content: list[AnswerThinking | AnswerText | AnswerToolUse]) -> MessagesAnswer:
-    """The message as far as it has come."""
     each, used = answer.continuations[0], answer.usage
     reasons = answer.parsed.reasoning is not None
     return MessagesAnswer(
@@ -206,11 +201,7 @@ def _stop_reason(
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """The arguments of a call; where the answer was cut off within them, as much as is there.
-
-    Raises:
-        ApiError: more levels than can be read, or a text that is none.
-    """
+    """The arguments of a call; where the answer was cut off within them, as much as is there."""
     try:
         found: dict[str, Any] = from_json(arguments, allow_partial=True)
     except ValueError:

@@ -174,11 +174,7 @@ _SAME = {"max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "cache
 
 
 def chat_to_answer(body: MessagesBody) -> ChatBody:
-    """The chat that a request asks to be answered.
-
-    Raises:
-        ApiError: something that cannot be used.
-    """
+    """The chat that a request asks to be answered."""
     if body.messages[-1].role == "assistant":
         raise ApiError(
             "messages: expected a message of the user at the end, got one of the assistant: an answer that has begun "
@@ -189,11 +185,7 @@ def chat_to_answer(body: MessagesBody) -> ChatBody:
 
 
 def chat_to_count(body: CountBody) -> ChatBody:
-    """The chat whose tokens are counted.
-
-    Raises:
-        ApiError: something that cannot be used.
-    """
+    """The chat whose tokens are counted."""
     return validated(ChatBody, _chat(body))
 
 
@@ -243,11 +235,7 @@ def _messages(turn: MessagesTurn, where: str) -> Iterator[dict[str, Any]]:
 
 
 def _refuse_others(blocks: Sequence[Block], legal: Sequence[str], where: str) -> None:
-    """Refuse blocks of other types.
-
-    Raises:
-        ApiError: it says that only text is read.
-    """
+    """Refuse blocks of other types: only text is read."""
     wrong = next((each for each in blocks if each.type not in legal), None)
     if wrong is not None:
         why = "only text is read here" if isinstance(wrong, UnreadBlock) else "it belongs to messages of another role"
@@ -255,7 +243,6 @@ def _refuse_others(blocks: Sequence[Block], legal: Sequence[str], where: str) ->
 
 
 def _assistant_fields(blocks: Sequence[MessagesPart]) -> dict[str, Any]:
-    """What a message of the assistant has besides its text."""
     thoughts = [each.thinking for each in blocks if isinstance(each, ThinkingBlock)]
     calls = [
         {
@@ -270,11 +257,7 @@ def _assistant_fields(blocks: Sequence[MessagesPart]) -> dict[str, Any]:
 
 
 def _tool_fields(body: CountBody) -> dict[str, Any]:
-    """Tools, and what is said of their choice; those without a schema are left out where the model may choose.
-
-    Raises:
-        ApiError: one without a schema has to be called.
-    """
+    """Tools, and what is said of their choice; those without a schema are left out where the model may choose."""
     given, choice = body.tools or [], body.tool_choice or MessagesToolChoice(type="auto")
     left_out = [each for each in given if each.input_schema is None]
     tools = [

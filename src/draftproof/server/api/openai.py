@@ -10,8 +10,7 @@ from typing import Any
 from fastapi.sse import format_sse_event
 from typing_extensions import override
 
-from draftproof.server.api.answer import Answer, Parts
-from draftproof.server.api.form import Form
+from draftproof.server.api.answer import Answer, Form, Parts
 from draftproof.server.errors import ApiError
 from draftproof.server.schemas import PromptLogprob, PromptLogprobs, SamplingFields, StreamOptions, Usage
 from draftproof.server.worker import Piece
@@ -20,14 +19,7 @@ LEAST = -9999.0  # JSON has no -inf; vLLM's figure
 
 
 class OpenAIForm(Form):
-    """Answers of one of the two endpoints.
-
-    Args:
-        body: of the request.
-
-    Attributes:
-        object: OpenAI's name of a chunk.
-    """
+    """Answers of one of the two endpoints; `object` is OpenAI's name of a chunk."""
 
     object = ""
 
@@ -37,12 +29,10 @@ class OpenAIForm(Form):
     @abstractmethod
     def first(self, answer: Answer) -> Iterator[dict[str, Any]]:
         """The choices of the chunks before the first piece."""
-        ...
 
     @abstractmethod
     def choice(self, answer: Answer, piece: Piece, parts: Parts) -> dict[str, Any]:
         """The choice of the chunk for a piece."""
-        ...
 
     @override
     def opening(self, answer: Answer) -> bytes:
@@ -63,7 +53,6 @@ class OpenAIForm(Form):
         return json_event(error.body())
 
     def _event(self, answer: Answer, choices: Sequence[dict[str, Any]], usage: Usage | None = None) -> bytes:
-        """A chunk as a server-sent event."""
         chunk: dict[str, Any] = {
             "id": answer.id,
             "object": self.object,
@@ -77,12 +66,7 @@ class OpenAIForm(Form):
 
 
 def json_event(content: Mapping[str, Any], event: str | None = None) -> bytes:
-    """A server-sent event whose data is JSON.
-
-    Args:
-        content: of it.
-        event: its name; None for none.
-    """
+    """A server-sent event whose data is JSON, with or without a name."""
     return format_sse_event(data_str=json.dumps(content, ensure_ascii=False, separators=(",", ":")), event=event)
 
 

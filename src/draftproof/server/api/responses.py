@@ -15,38 +15,13 @@ from pydantic_core import PydanticSerializationError
 from typing_extensions import override
 
 from draftproof.sampling import TokenLogprob
-from draftproof.server.api.answer import Answer, Parts
+from draftproof.server.api import responses_schemas as schemas
+from draftproof.server.api.answer import Answer, Endpoint, Form, Parts
 from draftproof.server.api.chat import chat_logprobs
-from draftproof.server.api.form import Endpoint, Form
 from draftproof.server.api.openai import json_event
 from draftproof.server.api.responses_chat import FREE, chat_of, several
-from draftproof.server.api.responses_schemas import (
-    CustomTool,
-    FlatSchemaFormat,
-    FunctionTool,
-    IncompleteDetails,
-    InputDetails,
-    NamespaceTool,
-    OutputCall,
-    OutputCustomCall,
-    OutputDetails,
-    OutputItem,
-    OutputMessage,
-    OutputReasoning,
-    OutputReasoningText,
-    OutputText,
-    ReasoningOptions,
-    Repeated,
-    ResponseError,
-    ResponsesAnswer,
-    ResponsesBody,
-    ResponseStatus,
-    ResponsesUsage,
-    Status,
-    TextOptions,
-)
 from draftproof.server.errors import ApiError
-from draftproof.server.schemas import ObjectFormat, TextFormat, TokenLogprobAnswer
+from draftproof.server.schemas import TokenLogprobAnswer
 from draftproof.server.tools import CallPart
 from draftproof.server.worker import Piece
 
@@ -56,15 +31,7 @@ _Event = tuple[str, dict[str, Any]]  # its type without "response.", and what it
 
 
 class _Item(ABC):
-    """One item of an answer, as far as it has come.
-
-    Args:
-        name: what its id ends with; items of one answer have different ones.
-        text: of it so far.
-
-    Attributes:
-        prefix: what ids of its kind begin with.
-    """
+    """One item of an answer, as far as it has come, with an id of its own: the kind's prefix, and a name."""
 
     prefix = ""
 
@@ -73,7 +40,7 @@ class _Item(ABC):
         self.text = text
 
     @abstractmethod
-    def shown(self, status: Status) -> OutputItem:
+    def shown(self, status: schemas.Status) -> schemas.OutputItem:
         """What it is; one in progress has no text yet."""
 
     def opening(self) -> Iterator[_Event]:
@@ -97,9 +64,9 @@ class _Reasoning(_Item):
     prefix = "rs"
 
     @override
-    def shown(self, status: Status) -> OutputReasoning:
-        content = [] if status == "in_progress" else [OutputReasoningText(text=self.text)]
-        return OutputReasoning(id=self.id, status=status, content=content)
+    def shown(self, status: schemas.Status) -> schemas.OutputReasoning:
+        content = [] if status == "in_progress" else [schemas.OutputReasoningText(text=self.text)]
+        return schemas.OutputReasoning(id=self.id, status=status, content=content)
 
     @override
     def more(self, text: str) -> _Event:
@@ -118,12 +85,12 @@ class _Message(_Item):
         self._logprobs = list(logprobs)
 
     @property
-    def _part(self) -> OutputText:
-        return OutputText(text=self.text, logprobs=self._logprobs)
+    def _part(self) -> schemas.OutputText:
+        return schemas.OutputText(text=self.text, logprobs=self._logprobs)
 
     @override
-    def shown(self, status: Status) -> OutputMessage:
-        return OutputMessage(id=self.id, status=status, content=[] if status == "in_progress" else [self._part])
+    def shown(self, status: schemas.Status) -> schemas.OutputMessage:
+        return schemas.OutputMessage(id=self.id, status=status, content=[] if status == "in_progress" else [self._part])
 
     @override
     def opening(self) -> Iterator[_Event]:
@@ -143,21 +110,13 @@ class _Call(_Item):
     prefix = "fc"
 
     def __init__(self, name: str, call: CallPart, namespace: str | None) -> None:
-        super().__init__(name, call.arguments)
-        self._call_id = str(call.id)
-        self._name = str(call.name)
-        self._namespace = namespace
+        super().__init__(name, self.read(call.arguments))
+        self._called = {"call_id": str(call.id), "name": str(call.name), "namespace": namespace}
 
     @override
-    def shown(self, status: Status) -> OutputCall:
-        return OutputCall(
-            id=self.id,
-            call_id=self._call_id,
-            name=self._name,
-            namespace=self._namespace,
-            arguments="" if status == "in_progress" else self.text,
-            status=status,
-        )
+    def shown(self, status: schemas.Status) -> schemas.OutputCall | schemas.OutputCustomCall:
+        text = "" if status == "in_progress" else self.text
+        return schemas.OutputCall.model_validate({**self._called, "id": self.id, "arguments": text, "status": status})
 
     @override
     def more(self, text: str) -> _Event:
@@ -165,10 +124,10 @@ class _Call(_Item):
 
     @override
     def closing(self) -> Iterator[_Event]:
-        yield "function_call_arguments.done", {"name": self._name, "arguments": self.text}
+        yield "function_call_arguments.done", {"name": self._called["name"], "arguments": self.text}
 
 
-class _CustomCall(_Item):
+class _CustomCall(_Call):
     """The call of a custom tool; its text comes as JSON, in an object."""
 
     prefix = "ctc"
@@ -176,21 +135,12 @@ class _CustomCall(_Item):
     def __init__(self, name: str, call: CallPart, namespace: str | None) -> None:
         self._rest = ""
         self._begun = False
-        super().__init__(name, self.read(call.arguments))
-        self._call_id = str(call.id)
-        self._name = str(call.name)
-        self._namespace = namespace
+        super().__init__(name, call, namespace)
 
     @override
-    def shown(self, status: Status) -> OutputCustomCall:
-        return OutputCustomCall(
-            id=self.id,
-            call_id=self._call_id,
-            name=self._name,
-            namespace=self._namespace,
-            input="" if status == "in_progress" else self.text,
-            status=status,
-        )
+    def shown(self, status: schemas.Status) -> schemas.OutputCustomCall:
+        text = "" if status == "in_progress" else self.text
+        return schemas.OutputCustomCall.model_validate({**self._called, "id": self.id, "input": text, "status": status})
 
     @override
     def read(self, text: str) -> str:
@@ -220,37 +170,34 @@ class ResponseForm(Form):
     """Answers of /v1/responses.
 
     The last item of an answer that `max_output_tokens` has ended is incomplete, too. A stream has log-probabilities in
-    the events that add text; those that repeat the text would take too long to make with them.
-
-    Args:
-        body: of the request. What answers repeat of it is kept as JSON, which takes less than the prompt's token ids.
+    the events that add text; those that repeat the text would take too long to make with them. What answers repeat of
+    the request's body is kept as JSON, which takes less than the prompt's token ids.
     """
 
-    def __init__(self, body: ResponsesBody) -> None:
+    def __init__(self, body: schemas.ResponsesBody) -> None:
         self._repeated = _repeated(body)
         self._namespaces = {
             each.name: tool.name
             for tool in body.tools or ()
-            if isinstance(tool, NamespaceTool)
+            if isinstance(tool, schemas.NamespaceTool)
             for each in tool.tools
-            if isinstance(each, FunctionTool | CustomTool)
+            if isinstance(each, schemas.FunctionTool | schemas.CustomTool)
         }
         self._custom = {
-            each.name for tool in body.tools or () for each in several(tool) if isinstance(each, CustomTool)
+            each.name for tool in body.tools or () for each in several(tool) if isinstance(each, schemas.CustomTool)
         }
         self._events_sent = 0
-        self._done: list[OutputItem] = []
+        self._done: list[schemas.OutputItem] = []
         self._open: _Item | None = None
 
     @override
-    def whole(self, answer: Answer) -> ResponsesAnswer:
+    def whole(self, answer: Answer) -> schemas.ResponsesAnswer:
         items = list(self._items(answer))
         *first, last = items
         ended = [each.shown("completed") for each in first]
         return self._ended(answer, [*ended, last.shown(_status(answer))])
 
     def _items(self, answer: Answer) -> Iterator[_Item]:
-        """The items of a whole answer."""
         made = answer.continuations[0]
         place = 0
         if made.reasoning:
@@ -262,7 +209,7 @@ class ResponseForm(Form):
         for number, call in enumerate(made.calls, place):
             yield self._call(answer, number, call)
 
-    def _call(self, answer: Answer, place: int, call: CallPart) -> _Call | _CustomCall:
+    def _call(self, answer: Answer, place: int, call: CallPart) -> _Call:
         kind = _CustomCall if call.name in self._custom else _Call
         return kind(_name(answer, place), call, self._namespaces.get(str(call.name)))
 
@@ -302,14 +249,13 @@ class ResponseForm(Form):
     def failure(self, answer: Answer, error: ApiError) -> bytes:
         response = self._response(answer, "failed", self._done)
         code = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
-        response.error = ResponseError(code=code, message=error.message)
+        response.error = schemas.ResponseError(code=code, message=error.message)
         return self._sent([("failed", {"response": response.model_dump()})])
 
     # --- items of a stream ----------------------------------------------------------------------------------------
 
     @property
     def _next(self) -> int:
-        """The place of the next item."""
         return len(self._done) + (self._open is not None)
 
     def _begin(self, item: _Item) -> Iterator[_Event]:
@@ -334,8 +280,7 @@ class ResponseForm(Form):
         if text or not given:
             yield self._of_item(*self._open.more(text))
 
-    def _end(self, status: Status) -> Iterator[_Event]:
-        """End the item that is open, if there is one."""
+    def _end(self, status: schemas.Status) -> Iterator[_Event]:
         item = self._open
         if item is None:
             return
@@ -352,7 +297,6 @@ class ResponseForm(Form):
         return kind, {"item_id": self._open.id, "output_index": len(self._done), **facts}
 
     def _sent(self, events: Sequence[_Event]) -> bytes:
-        """Events as bytes, numbered."""
         made = []
         for kind, facts in events:
             name = f"response.{kind}"
@@ -362,9 +306,11 @@ class ResponseForm(Form):
 
     # --- the answer around them -----------------------------------------------------------------------------------
 
-    def _response(self, answer: Answer, status: ResponseStatus, items: Sequence[OutputItem]) -> ResponsesAnswer:
+    def _response(
+        self, answer: Answer, status: schemas.ResponseStatus, items: Sequence[schemas.OutputItem]
+    ) -> schemas.ResponsesAnswer:
         params = answer.parsed.params
-        return ResponsesAnswer(
+        return schemas.ResponsesAnswer(
             id=answer.id,
             created_at=answer.created,
             status=status,
@@ -377,30 +323,28 @@ class ResponseForm(Form):
             **json.loads(self._repeated),
         )
 
-    def _ended(self, answer: Answer, items: Sequence[OutputItem]) -> ResponsesAnswer:
+    def _ended(self, answer: Answer, items: Sequence[schemas.OutputItem]) -> schemas.ResponsesAnswer:
         """An answer that has come to its end."""
         status = _status(answer)
         response = self._response(answer, status, items)
         if status == "incomplete":
-            response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
+            response.incomplete_details = schemas.IncompleteDetails(reason="max_output_tokens")
         used = answer.usage
-        response.usage = ResponsesUsage(
+        response.usage = schemas.ResponsesUsage(
             input_tokens=used.prompt_tokens,
-            input_tokens_details=InputDetails(cached_tokens=answer.reused),
+            input_tokens_details=schemas.InputDetails(cached_tokens=answer.reused),
             output_tokens=used.completion_tokens,
-            output_tokens_details=OutputDetails(reasoning_tokens=answer.continuations[0].reasoning_tokens),
+            output_tokens_details=schemas.OutputDetails(reasoning_tokens=answer.continuations[0].reasoning_tokens),
             total_tokens=used.total_tokens,
         )
         return response
 
 
 def _name(answer: Answer, place: int) -> str:
-    """What the id of an item ends with."""
     return f"{answer.id.removeprefix(RESPONSES.prefix)}_{place}"
 
 
-def _status(answer: Answer) -> Status:
-    """How an answer has ended."""
+def _status(answer: Answer) -> schemas.Status:
     return "incomplete" if answer.continuations[0].finish_reason == "length" else "completed"
 
 
@@ -409,20 +353,16 @@ def _logprobs(answer: Answer, found: Sequence[TokenLogprob]) -> list[TokenLogpro
     return [] if made is None else made.content
 
 
-def _repeated(body: ResponsesBody) -> str:
-    """What an answer repeats of its request, as JSON.
-
-    Raises:
-        ApiError: a tool or a schema cannot be written.
-    """
-    reasoning, text = body.reasoning or ReasoningOptions(), body.text or TextOptions()
+def _repeated(body: schemas.ResponsesBody) -> str:
+    """What an answer repeats of its request, as JSON; ApiError where a tool or a schema cannot be written."""
+    reasoning, text = body.reasoning or schemas.ReasoningOptions(), body.text or schemas.TextOptions()
     choice = body.tool_choice or "auto"
-    made = Repeated(
+    made = schemas.Repeated(
         instructions=body.instructions,
         tools=_repeated_tools(body.tools or ()),
         tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
         parallel_tool_calls=body.parallel_tool_calls,
-        text={"format": _repeated_format(text.format)},
+        text={"format": {"type": "text"} if text.format is None else text.format.model_dump(by_alias=True)},
         reasoning={"effort": reasoning.effort, "summary": None},
         metadata=body.metadata,
     )
@@ -432,31 +372,17 @@ def _repeated(body: ResponsesBody) -> str:
         raise ApiError("tools or text.format: expected at most 200 levels of valid text, got others") from None
 
 
+_SHOWN = {"type", "name", "description", "parameters", "strict", "format"}
+
+
 def _repeated_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Those that the model was shown."""
-    known = [each for each in tools if isinstance(each, FunctionTool | CustomTool | NamespaceTool)]
-    return [{"type": each.type, "name": each.name, "description": each.description, **_own(each)} for each in known]
+    made = []
+    for each in tools:
+        if isinstance(each, schemas.FunctionTool | schemas.CustomTool | schemas.NamespaceTool):
+            inner = {"tools": _repeated_tools(each.tools)} if isinstance(each, schemas.NamespaceTool) else {}
+            made.append({**each.model_dump(include=_SHOWN), **inner})
+    return made
 
 
-def _own(tool: FunctionTool | CustomTool | NamespaceTool) -> dict[str, Any]:
-    """What one kind of tools has."""
-    if isinstance(tool, NamespaceTool):
-        return {"tools": _repeated_tools(tool.tools)}
-    if isinstance(tool, CustomTool):
-        return {"format": tool.format.model_dump()}
-    return {"parameters": tool.parameters, "strict": tool.strict}
-
-
-def _repeated_format(form: TextFormat | ObjectFormat | FlatSchemaFormat | None) -> dict[str, Any]:
-    if not isinstance(form, FlatSchemaFormat):
-        return {"type": "text" if form is None else form.type}
-    return {
-        "type": form.type,
-        "name": form.name,
-        "description": form.description,
-        "schema": form.schema_,
-        "strict": form.strict,
-    }
-
-
-RESPONSES = Endpoint("/v1/responses", ResponsesBody, "resp_", chat_of, ResponseForm)
+RESPONSES = Endpoint("/v1/responses", schemas.ResponsesBody, "resp_", chat_of, ResponseForm)

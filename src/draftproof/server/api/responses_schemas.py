@@ -76,44 +76,35 @@ class MessageItem(InputItem):
     phase: Unread = None
 
 
-class FunctionCallItem(InputItem):
+class CallItem(InputItem):
+    """What calls that the model has made have in common."""
+
+    call_id: str
+    name: str
+    namespace: Unread = None
+    caller: Unread = None
+    async_: Unread = Field(default=None, alias="async")
+
+
+class FunctionCallItem(CallItem):
     """A call that the model has made; its arguments are JSON."""
 
     type: Literal["function_call"]
-    call_id: str
-    name: str
     arguments: str
-    namespace: Unread = None
-    caller: Unread = None
-    async_: Unread = Field(default=None, alias="async")
     parsed_arguments: Unread = None  # the official client sends back what it has made of them
 
 
-class FunctionCallOutputItem(InputItem):
-    """What a call has returned."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str | ContentParts
-    caller: Unread = None
-
-
-class CustomCallItem(InputItem):
+class CustomCallItem(CallItem):
     """A call of a custom tool that the model has made; its input is a text."""
 
     type: Literal["custom_tool_call"]
-    call_id: str
-    name: str
     input: str
-    namespace: Unread = None
-    caller: Unread = None
-    async_: Unread = Field(default=None, alias="async")
 
 
-class CustomCallOutputItem(InputItem):
-    """What a call of a custom tool has returned."""
+class CallOutputItem(InputItem):
+    """What a call of a function or of a custom tool has returned."""
 
-    type: Literal["custom_tool_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     name: Unread = None
     output: str | ContentParts
@@ -144,7 +135,7 @@ _ITEMS = {
     "function_call": "a call",
     "function_call_output": "an output",
     "custom_tool_call": "a call with a text",
-    "custom_tool_call_output": "an output of such a call",
+    "custom_tool_call_output": "an output",
     "reasoning": "thoughts",
 }
 
@@ -158,9 +149,8 @@ def _kind_of_item(item: Any) -> str | None:
 Item = Annotated[
     Annotated[MessageItem, Tag(_ITEMS["message"])]
     | Annotated[FunctionCallItem, Tag(_ITEMS["function_call"])]
-    | Annotated[FunctionCallOutputItem, Tag(_ITEMS["function_call_output"])]
     | Annotated[CustomCallItem, Tag(_ITEMS["custom_tool_call"])]
-    | Annotated[CustomCallOutputItem, Tag(_ITEMS["custom_tool_call_output"])]
+    | Annotated[CallOutputItem, Tag(_ITEMS["function_call_output"])]
     | Annotated[ReasoningItem, Tag(_ITEMS["reasoning"])],
     Discriminator(
         _kind_of_item,
@@ -174,13 +164,18 @@ Item = Annotated[
 # --- tools -----------------------------------------------------------------------------------------------------------
 
 
-class FunctionTool(Function):
-    """A function that the model may call."""
+class OfferedTool(Body):
+    """What tools may say that has no meaning here."""
 
-    type: Literal["function"]
     allowed_callers: Unread = None
     async_: Unread = Field(default=None, alias="async")
     defer_loading: Unread = None
+
+
+class FunctionTool(Function, OfferedTool):
+    """A function that the model may call."""
+
+    type: Literal["function"]
     output_schema: Unread = None
 
 
@@ -192,16 +187,13 @@ class CustomGrammar(Body):
     definition: str
 
 
-class CustomTool(Body):
+class CustomTool(OfferedTool):
     """A tool that the model calls with a text."""
 
     type: Literal["custom"]
     name: FunctionName
     description: str | None = None
     format: Annotated[TextFormat | CustomGrammar, Field(discriminator="type")] = TextFormat(type="text")
-    allowed_callers: Unread = None
-    async_: Unread = Field(default=None, alias="async")
-    defer_loading: Unread = None
 
 
 class OtherTool(BaseModel):

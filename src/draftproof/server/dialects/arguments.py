@@ -38,11 +38,7 @@ _SINGLE_QUOTED = r"([^'\\\x00-\x1f\x7f]|\\['\\nrt\x22])"
 
 
 class Arguments(ABC):
-    """How a dialect writes the arguments of a call.
-
-    Attributes:
-        texts: fixed ones, among which special tokens may be.
-    """
+    """How a dialect writes the arguments of a call; `texts` are fixed ones, among which special tokens may be."""
 
     texts: tuple[str, ...] = ()
 
@@ -52,24 +48,10 @@ class Arguments(ABC):
 
     @abstractmethod
     def terms(self, grammar: Grammar, parameters: Schema) -> str:
-        """Terms of Lark for arguments that fit a schema.
-
-        Args:
-            grammar: that gets the rules which they need.
-            parameters: the schema.
-
-        Raises:
-            UserError: a schema that the dialect cannot keep to.
-        """
+        """Terms of Lark for arguments that fit a schema; a UserError for one that the dialect cannot keep to."""
 
     def free(self, grammar: Grammar, parameters: Schema, lark: str) -> str:
-        """Terms of Lark for a text as the only argument.
-
-        Args:
-            grammar: that gets the rules which they need.
-            parameters: the schema; its one property is the argument.
-            lark: the grammar of the text. It is kept to where the text is written without quotes and escapes.
-        """
+        """Terms of Lark for a text as the only argument, by its grammar where it stands without quotes and escapes."""
         (name,) = parameters["properties"]
         before, _, after = self.written({name: _TEXT}).partition(_TEXT)
         if self.written({name: '"\n'}) != f'{before}"\n{after}':
@@ -99,13 +81,7 @@ class JsonArguments(Arguments):
 
 
 class TaggedArguments(Arguments):
-    """Each argument between tags: a text as it is, and any other value as JSON.
-
-    Args:
-        before: a name.
-        between: a name and its value.
-        after: a value.
-    """
+    """Each argument between tags: a text as it is, and any other value as JSON."""
 
     _labels: Mapping[bool, str] = MappingProxyType({True: "", False: ""})  # after a name, by whether a text follows
 
@@ -138,7 +114,6 @@ class TaggedArguments(Arguments):
         return TaggedReader(self._tags, lambda label: (label, kinds(found.get(label, {}), parameters)))
 
     def _member(self, grammar: Grammar, member: Member, root: Schema) -> str:
-        """Terms for an argument."""
         return f"{self._head(grammar, member, text=False)} {self._value(grammar, member.schema, root)}"
 
     def _head(self, grammar: Grammar, member: Member, *, text: bool) -> str:
@@ -181,14 +156,7 @@ class TaggedArguments(Arguments):
 
 
 class LabelledArguments(TaggedArguments):
-    """The same with a label after the name that says whether the value is a text.
-
-    Args:
-        before: a name.
-        label: after a name; `{}` stands for true or false.
-        between: a label and its value.
-        after: a value.
-    """
+    """The same with a label after the name that says whether the value is a text: `{}` in it is true or false."""
 
     def __init__(self, before: str, label: str, between: str, after: str) -> None:
         super().__init__(before, between, after)
@@ -230,13 +198,7 @@ class LabelledArguments(TaggedArguments):
 
 
 class LiteralArguments(Arguments):
-    """Arguments in a notation of their own, such as Python's.
-
-    Args:
-        notation: of values.
-        end: the letter after the arguments.
-        by_name: whether arguments are in the order of their names, and not in that of the schema.
-    """
+    """Arguments in a notation of their own, such as Python's, with a letter after them; `by_name` sorts them."""
 
     def __init__(self, notation: Notation, end: str, *, by_name: bool = False) -> None:
         self._notation = notation
@@ -258,7 +220,6 @@ class LiteralArguments(Arguments):
         return LiteralReader(self._notation, self._end)
 
     def _shown(self, value: Any) -> str:
-        """A value as text."""
         comma = self._notation.comma
         if isinstance(value, str):
             return _between(self._notation.quotes[0], value) or ""
@@ -276,7 +237,6 @@ class LiteralArguments(Arguments):
         return sorted(given.items(), key=lambda each: each[0].lower()) if self._by_name else [*given.items()]
 
     def _named(self, name: str) -> str:
-        """A name in an object."""
         return _json(name) if self._notation.quoted_names else name
 
     def _members(self, grammar: Grammar, found: Sequence[Member], root: Schema, *, inner: bool) -> str:
@@ -316,7 +276,6 @@ class LiteralArguments(Arguments):
         return grammar.recursive(f"{key} {_json(definitions(root))}" if '"$ref"' in key else key, body)
 
     def _kind(self, grammar: Grammar, given: Alternative, kind: str, root: Schema) -> list[str]:
-        """Terms for values of one kind."""
         named = given.choices
         if kind == "string":
             return self._strings(grammar, given)
@@ -350,7 +309,6 @@ class LiteralArguments(Arguments):
         return made
 
     def _array(self, grammar: Grammar, given: Alternative, root: Schema) -> str:
-        """Terms for an array."""
         for key in _UNREADABLE_ARRAY:
             if any(part.get(key) for part in given.parts):
                 raise unwritable(key)
@@ -367,7 +325,6 @@ class LiteralArguments(Arguments):
         return f'"[" {inner} "]"'
 
     def _object(self, grammar: Grammar, given: Alternative, root: Schema) -> str:
-        """Terms for an object."""
         found = members(given, root)
         if found:
             return f'"{{" {self._members(grammar, found, root, inner=True)} "}}"'

@@ -13,7 +13,7 @@ from typing import Any
 
 from draftproof.server.aside import TimeOver, time_limit
 from draftproof.server.dialects.families import DIALECTS, Call, Dialect
-from draftproof.server.errors import ApiError
+from draftproof.server.errors import ApiError, endless_template
 
 _SECONDS = 10.0  # for all renderings; a template may be one that never ends
 _ASKED, _ANSWERED = "asked7301", "answered7301"
@@ -56,15 +56,7 @@ _known: weakref.WeakKeyDictionary[Any, dict[str, Taught]] = weakref.WeakKeyDicti
 
 
 def format_of(tokenizer: Any, given: str) -> Dialect:
-    """The dialect of a model's calls.
-
-    Args:
-        tokenizer: with the chat template.
-        given: a name, or auto.
-
-    Raises:
-        ApiError: the template knows no tools, or no dialect reproduces its calls.
-    """
+    """The dialect of a model's calls: the named one, or for "auto" what its chat template teaches, if it does."""
     if not re.search(r"\btools\b", _template(tokenizer)):
         raise ApiError("the chat template of this model knows no tools: leave them out", param="tools")
     if given != "auto":
@@ -80,11 +72,7 @@ def format_of(tokenizer: Any, given: str) -> Dialect:
 
 
 def taught(tokenizer: Any) -> Taught:
-    """What a tokenizer's chat template teaches of calls; it is found out once for each template.
-
-    Raises:
-        ApiError: the template does not end in time.
-    """
+    """What a tokenizer's chat template teaches of calls; it is found out once for each template."""
     template = _template(tokenizer)
     known = _known.setdefault(tokenizer, {})
     if template not in known:
@@ -92,13 +80,7 @@ def taught(tokenizer: Any) -> Taught:
             with time_limit(_SECONDS):
                 known[template] = _found(tokenizer, template)
         except TimeOver:
-            raise ApiError(
-                f"the model's chat template did not end within {_SECONDS:g} s for a call of a tool",
-                status=504,
-                param="tools",
-                code="timeout",
-                headers={"x-should-retry": "false"},
-            ) from None
+            raise endless_template(_SECONDS, "a call of a tool", "tools") from None
     return known[template]
 
 
@@ -138,11 +120,7 @@ def _rendered(tokenizer: Any, call_id: str, arguments: Mapping[str, Any], *, as_
     function = {"name": _NAME, "arguments": json.dumps(arguments) if as_text else arguments}
     messages = [
         {"role": "user", "content": _ASKED},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": call_id, "type": "function", "function": function}],
-        },
+        {"role": "assistant", "content": "", "tool_calls": [{"id": call_id, "type": "function", "function": function}]},
         {"role": "tool", "content": _ANSWERED, "tool_call_id": call_id, "name": _NAME},
     ]
     try:
@@ -161,18 +139,7 @@ def _same_quotes(text: str) -> str:
 
 
 def fitted(messages: Sequence[dict[str, Any]], tokenizer: Any, given: str) -> list[dict[str, Any]]:
-    """Messages with their calls as this model's chat template takes them: the form of arguments, and of ids.
-
-    Calls that the template leaves out are written into the content.
-
-    Args:
-        messages: as chat templates take them, arguments as objects.
-        tokenizer: with the chat template.
-        given: name of the dialect, or auto.
-
-    Raises:
-        ApiError: the template does not end in time.
-    """
+    """Messages with calls as this model's chat template takes them, or in the content where it leaves them out."""
     if not any("tool_calls" in each for each in messages):
         return [*messages]
     found = taught(tokenizer)
@@ -183,11 +150,7 @@ def fitted(messages: Sequence[dict[str, Any]], tokenizer: Any, given: str) -> li
 
 
 class _Ids:
-    """Ids of calls as a template takes them.
-
-    Args:
-        kind: see `Dialect.ids`.
-    """
+    """Ids of calls as a template takes them, of a kind that `Dialect.ids` names."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -196,7 +159,6 @@ class _Ids:
         self._numbers: Iterator[int] = itertools.count()
 
     def of(self, call_id: str, name: str) -> str:
-        """The id of a call."""
         self._names[call_id] = name
         made = call_id
         if self._kind == "numbered":

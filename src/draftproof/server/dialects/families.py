@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from draftproof.server.dialects.arguments import (
@@ -24,7 +25,7 @@ _IDS = {"any": "", "short": "[a-zA-Z0-9]{9}", "numbered": "[0-9]{1,4}"}
 
 @runtime_checkable
 class Signature(Protocol):
-    """What calls of a function look like."""
+    """What calls of a function look like; not its schema, as names of dialects are known without pydantic."""
 
     name: str
     parameters: dict[str, Any]
@@ -39,13 +40,7 @@ class FreeSignature(Signature, Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """A call that a model has made.
-
-    Attributes:
-        name: of the function.
-        arguments: of it.
-        id: of the call.
-    """
+    """A call of a function that a model has made."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -58,12 +53,10 @@ class Dialect:
 
     Attributes:
         name: as `--tool-format` has it.
-        models: that write so, for people.
         marker: what tells calls from text; empty where calls are all of the answer and text begins in another way.
         opening: what stands between the marker and the first call.
         head: what stands before the name of a function.
         middle: what stands between the name and the arguments.
-        arguments: how these are written.
         tail: what stands after the arguments.
         between: what stands between two calls.
         closing: what stands after all of them.
@@ -77,12 +70,12 @@ class Dialect:
 
     name: str
     models: str
-    marker: str
+    marker: str = ""
     opening: str = ""
-    head: str
-    middle: str
-    arguments: Arguments
-    tail: str
+    head: str = ""
+    middle: str = ""
+    arguments: Arguments = JsonArguments()  # noqa: RUF009 - it has no state
+    tail: str = ""
     between: str = ""
     closing: str = ""
     plain: str = ""
@@ -118,33 +111,18 @@ class Dialect:
         return f"{before}{call.name}{after}{self.arguments.written(call.arguments)}{self.tail}"
 
     def terms(self, grammar: Grammar, functions: Sequence[Signature], *, several: bool) -> str:
-        """Terms of Lark for calls, without the marker.
-
-        Args:
-            grammar: that gets the rules which they need.
-            functions: that may be called.
-            several: whether there may be more than one call.
-
-        Raises:
-            UserError: parameters that the dialect cannot keep to.
-        """
+        """Terms of Lark for calls, without the marker; a UserError for parameters that the dialect cannot keep to."""
         call = grammar.rule(choice([self._call(grammar, each) for each in functions]))
         more = f"({self._text(grammar, self.between)} {call})*" if several else ""
         return f"{self._text(grammar, self.opening)} {call} {more} {self._text(grammar, self.closing)}"
 
     def begin(self, place: int, *, marked: bool) -> re.Pattern[str]:
-        """What stands from the end of the arguments before to those of a call, its name in a group.
-
-        Args:
-            place: number of the call.
-            marked: whether the marker has been read.
-        """
+        """What stands from the end of the arguments before to those of a call, its name in a group."""
         before = self.tail + self.between if place else ("" if marked else self.marker) + self.opening
         after = "" if self.middle else r"(?=[^\w.:/-])"
         return re.compile(f"{self._pattern(before + self.head)}({_NAME}){self._pattern(self.middle)}{after}")
 
     def _call(self, grammar: Grammar, function: Signature) -> str:
-        """The rule for a call of a function."""
         head = self._text(grammar, f"{self.head}{function.name}{self.middle}")
         dumped(function.parameters)  # refuses what is no JSON
         if isinstance(function, FreeSignature):
@@ -154,23 +132,21 @@ class Dialect:
         return grammar.rule(f"{head} {inner} {self._text(grammar, self.tail)}")
 
     def _text(self, grammar: Grammar, text: str) -> str:
-        """Terms for a fixed text."""
         before, found, after = text.partition(_ID)
         if not found:
             return grammar.text(text)
         return f"{grammar.text(before)} {grammar.terminal(f'/{_IDS[self.ids]}/')} {grammar.text(after)}"
 
     def _pattern(self, text: str) -> str:
-        """A pattern for a fixed text."""
         return _IDS[self.ids].join(map(re.escape, text.split(_ID)))
 
 
-_JSON = JsonArguments()
 _PYTHON = Notation(('"', "'"), "=", ": ", ", ", quoted_names=True, words=True)
 _OLMO = Notation(('"', "'"), "=", ": ", ", ", quoted_names=True, words=False)
 _GEMMA = Notation(('<|"|>',), ":", ":", ",", quoted_names=False, words=False)
 _FUNCTION_GEMMA = Notation(("<escape>",), ":", ":", ",", quoted_names=False, words=False)
 
+_mistral = partial(Dialect, marker="[TOOL_CALLS]", ids="short")  # the first ones write a list, later ones each call
 DIALECTS = {
     each.name: each
     for each in (
@@ -189,7 +165,6 @@ DIALECTS = {
             name="glm",
             models="GLM-4.5, 4.6",
             marker="<tool_call>",
-            head="",
             middle="\n",
             arguments=TaggedArguments("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
             tail="</tool_call>",
@@ -200,8 +175,6 @@ DIALECTS = {
             name="glm-compact",
             models="GLM-4.7, 5",
             marker="<tool_call>",
-            head="",
-            middle="",
             arguments=TaggedArguments("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
             tail="</tool_call>",
             between="<tool_call>",
@@ -225,7 +198,6 @@ DIALECTS = {
             marker="<tool_call>",
             head='\n{"name": "',
             middle='", "arguments": ',
-            arguments=_JSON,
             tail="}\n</tool_call>",
             between="\n<tool_call>",
             signs=("<tool_call>",),
@@ -236,72 +208,49 @@ DIALECTS = {
             marker="<tool_call>",
             head='{"name": "',
             middle='", "arguments": ',
-            arguments=_JSON,
             tail="}</tool_call>",
             between="\n<tool_call>",
             signs=("<tool_call>{",),
         ),
-        Dialect(
+        _mistral(
             name="mistral-args",
             models="Devstral, Magistral, Ministral 3",
-            marker="[TOOL_CALLS]",
-            head="",
             middle="[ARGS]",
-            arguments=_JSON,
-            tail="",
             between="[TOOL_CALLS]",
-            ids="short",
             signs=("[TOOL_CALLS]", "[ARGS]"),
         ),
-        Dialect(
+        _mistral(
             name="mistral-id",
             models="Mistral Small 3.2",
-            marker="[TOOL_CALLS]",
-            head="",
             middle="[CALL_ID]{id}[ARGS]",
-            arguments=_JSON,
-            tail="",
             between="[TOOL_CALLS]",
-            ids="short",
             signs=("[TOOL_CALLS]", "[CALL_ID]"),
         ),
-        Dialect(
+        _mistral(
             name="mistral-name",
             models="Mistral models whose template writes the name right before the arguments",
-            marker="[TOOL_CALLS]",
-            head="",
-            middle="",
-            arguments=_JSON,
-            tail="",
             between="[TOOL_CALLS]",
-            ids="short",
         ),
-        Dialect(
+        _mistral(
             name="mistral",
             models="Mistral 7B v0.3, Mixtral 8x22B",
-            marker="[TOOL_CALLS]",
             opening=" [",
             head='{"name": "',
             middle='", "arguments": ',
-            arguments=_JSON,
             tail=', "id": "{id}"}',
             between=", ",
             closing="]",
-            ids="short",
             signs=("[TOOL_CALLS]",),
         ),
-        Dialect(
+        _mistral(
             name="mistral-nemo",
             models="Mistral Nemo, Large and Small of 2024",
-            marker="[TOOL_CALLS]",
             opening="[",
             head='{"name": "',
             middle='", "arguments": ',
-            arguments=_JSON,
             tail=', "id": "{id}"}',
             between=", ",
             closing="]",
-            ids="short",
             signs=("[TOOL_CALLS][",),
         ),
         Dialect(
@@ -310,7 +259,6 @@ DIALECTS = {
             marker="<｜tool▁calls▁begin｜>",
             head="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
             middle="\n```json\n",
-            arguments=_JSON,
             tail="\n```<｜tool▁call▁end｜>",
             between="\n",
             closing="<｜tool▁calls▁end｜>",
@@ -322,7 +270,6 @@ DIALECTS = {
             marker="<｜tool▁calls▁begin｜>",
             head="<｜tool▁call▁begin｜>",
             middle="<｜tool▁sep｜>",
-            arguments=_JSON,
             tail="<｜tool▁call▁end｜>",
             closing="<｜tool▁calls▁end｜>",
             signs=("<｜tool▁calls▁begin｜>",),
@@ -353,7 +300,6 @@ DIALECTS = {
             marker="<|tool_calls_section_begin|>",
             head="<|tool_call_begin|>functions.",
             middle=":{id}<|tool_call_argument_begin|>",
-            arguments=_JSON,
             tail="<|tool_call_end|>",
             closing="<|tool_calls_section_end|>",
             ids="numbered",
@@ -363,10 +309,7 @@ DIALECTS = {
             name="harmony",
             models="gpt-oss",
             marker="<|channel|>commentary to=functions.",
-            head="",
             middle=" <|constrain|>json<|message|>",
-            arguments=_JSON,
-            tail="",
             plain="<|channel|>final<|message|>",
             earlier=(" to=functions.", "<|channel|>commentary json<|message|>"),
             parallel=False,
@@ -399,7 +342,6 @@ DIALECTS = {
             models="LFM2, LFM2.5",
             marker="<|tool_call_start|>",
             opening="[",
-            head="",
             middle="(",
             arguments=LiteralArguments(_PYTHON, ")"),
             tail=")",
@@ -411,7 +353,6 @@ DIALECTS = {
             name="olmo",
             models="OLMo 3",
             marker="<function_calls>",
-            head="",
             middle="(",
             arguments=LiteralArguments(_OLMO, ")"),
             tail=")",
@@ -424,7 +365,6 @@ DIALECTS = {
             models="OLMo 3 with a template that puts the tags on lines of their own",
             marker="<function_calls>",
             opening="\n",
-            head="",
             middle="(",
             arguments=LiteralArguments(_OLMO, ")"),
             tail=")",
@@ -437,7 +377,6 @@ DIALECTS = {
             models="Llama 4 with tags",
             marker="<|python_start|>",
             opening="[",
-            head="",
             middle="(",
             arguments=LiteralArguments(_PYTHON, ")"),
             tail=")",
@@ -448,9 +387,7 @@ DIALECTS = {
         Dialect(
             name="pythonic",
             models="Llama 3.2 and 4 with a template for Python's calls",
-            marker="",
             opening="[",
-            head="",
             middle="(",
             arguments=LiteralArguments(_PYTHON, ")"),
             tail=")",
@@ -461,10 +398,8 @@ DIALECTS = {
         Dialect(
             name="llama",
             models="Llama 3.1, 3.2, 3.3",
-            marker="",
             head='{"name": "',
             middle='", "parameters": ',
-            arguments=_JSON,
             tail="}",
             parallel=False,
             signs=('"parameters": dictionary',),

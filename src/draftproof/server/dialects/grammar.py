@@ -19,14 +19,7 @@ SPACED = {
 
 
 class Grammar:
-    """Rules of one grammar; equal ones are one rule.
-
-    Args:
-        specials: ids of the special tokens that stand for texts of the dialect.
-
-    Attributes:
-        lines: the rules so far.
-    """
+    """Rules of one grammar; equal ones are one rule. Special tokens that stand for texts of the dialect have ids."""
 
     def __init__(self, specials: Mapping[str, int]) -> None:
         self._specials = specials
@@ -43,12 +36,7 @@ class Grammar:
         return self._named("T", f": {body}")
 
     def recursive(self, key: str, body: Callable[[], str]) -> str:
-        """The name of a rule that may contain itself.
-
-        Args:
-            key: equal for equal rules.
-            body: makes the rule where it is new.
-        """
+        """The name of a rule that may contain itself; equal rules have one key, and `body` makes a new one."""
         if key not in self._names:
             self._names[key] = name = f"v{len(self._names)}"
             self.lines.append(f"{name}: {body()}")
@@ -64,16 +52,7 @@ class Grammar:
         return " ".join([*terms, *([json.dumps(text[end:])] if text[end:] else [])])
 
     def json(self, schema: Schema, root: Schema, style: Mapping[str, Any] = SPACED) -> str:
-        """A rule for JSON.
-
-        Args:
-            schema: of the value.
-            root: whose definitions it may refer to.
-            style: how it is written, where the schema does not say so.
-
-        Raises:
-            UserError: it holds what JSON cannot.
-        """
+        """A rule for JSON that fits a schema with references into `root`; `style` says how it is written."""
         own = schema.get("x-guidance")
         made = {**schema, "x-guidance": {**style, **(own if isinstance(own, dict) else {})}}
         text = dumped(made)
@@ -86,13 +65,7 @@ class Grammar:
         return self.rule(f"%lark {{\n{text}\n}}")
 
     def raw(self, patterns: Sequence[str], end: str, *, without: Sequence[str] = ()) -> str:
-        """Terms for any text up to where `end` stands first, and for that end.
-
-        Args:
-            patterns: that the text fits all of.
-            end: what ends it.
-            without: patterns that it fits none of.
-        """
+        """Terms for a text that fits all patterns and none of those in `without`, up to `end`, and for that."""
         special = self._special.search(end)
         lazy = special is None and not without and all(each.startswith(NO_LEAST) for each in patterns)
         inner = [] if lazy else [f"~/{ANY_TEXT}{regex_of(end)}{ANY_TEXT}/"]
@@ -125,11 +98,7 @@ def choice(terms: Sequence[str]) -> str:
 
 
 def dumped(schema: Schema) -> str:
-    """A schema as JSON.
-
-    Raises:
-        UserError: it holds what JSON cannot.
-    """
+    """A schema as JSON; a UserError where it holds what JSON cannot."""
     try:
         return json.dumps(schema, allow_nan=False)
     except (ValueError, RecursionError):

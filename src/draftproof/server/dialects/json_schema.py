@@ -45,11 +45,7 @@ Schema = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Alternative:
-    """Schemas without references and alternatives, which a value fits all of.
-
-    Attributes:
-        parts: the schemas.
-    """
+    """Schemas without references and alternatives, which a value fits all of."""
 
     parts: tuple[Schema, ...]
 
@@ -89,11 +85,7 @@ class Alternative:
         return any(not _BOUNDS.isdisjoint(part) for part in self.parts)
 
     def value(self, key: str, default: Any) -> Any:
-        """The value of a keyword that stands in one of the schemas.
-
-        Raises:
-            UserError: it stands in several.
-        """
+        """The value of a keyword that stands in one of the schemas; a UserError where it stands in several."""
         found = [part[key] for part in self.parts if key in part]
         if len(found) > 1:
             raise UserError(f"the schema of a tool has {key} in several parts of allOf: put them together")
@@ -102,13 +94,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Member:
-    """A named value of an object.
-
-    Attributes:
-        name: of it.
-        schema: that it fits.
-        required: whether it must be there.
-    """
+    """A named value of an object, and whether it must be there."""
 
     name: str
     schema: Schema
@@ -116,15 +102,7 @@ class Member:
 
 
 def alternatives(schema: Schema, root: Schema) -> list[Alternative]:
-    """The ways in which a value may fit a schema.
-
-    Args:
-        schema: of the value.
-        root: of all arguments, which references point into.
-
-    Raises:
-        UserError: a reference that leads nowhere or around, or a keyword that only a reader of whole values could obey.
-    """
+    """The ways in which a value may fit a schema; a UserError where a reference or keyword cannot be followed."""
     return _alternatives(schema, root, 0, itertools.count())
 
 
@@ -162,11 +140,7 @@ def kinds(schema: Schema, root: Schema) -> frozenset[str]:
 
 
 def members(given: Alternative, root: Schema) -> list[Member]:
-    """The members of an object in the order of its schema; others may be left out always.
-
-    Raises:
-        UserError: keywords on which members depend in other ways.
-    """
+    """The members of an object in the order of its schema; others may be left out always."""
     found: dict[str, list[Schema]] = {}
     required: dict[str, None] = {}
     for part in given.parts:
@@ -185,11 +159,7 @@ def members(given: Alternative, root: Schema) -> list[Member]:
 
 
 def arguments(parameters: Schema) -> list[Member]:
-    """The arguments of a function.
-
-    Raises:
-        UserError: the schema of all of them has alternatives.
-    """
+    """The arguments of a function; a UserError where the schema of all of them has alternatives."""
     made = [each for each in alternatives(parameters, parameters) if "object" in each.kinds]
     if len(made) != 1:
         raise UserError(
@@ -215,11 +185,7 @@ def without_idle_names(schema: Any) -> Any:
 
 
 def referred(reference: str, root: Schema) -> Schema:
-    """The schema that a reference names.
-
-    Raises:
-        UserError: it is not in the schema's own definitions.
-    """
+    """The schema that a reference names; a UserError where it is not in the schema's own definitions."""
     where: Any = root
     if not reference.startswith(("#/$defs/", "#/definitions/")):
         raise UserError(f"the schema of a tool: expected $ref to begin with #/$defs/, got {reference[:80]!r}")
@@ -237,11 +203,7 @@ def definitions(root: Schema) -> dict[str, Any]:
 
 
 def as_schema(given: Any) -> Schema:
-    """A schema as an object; the schema `true` allows everything.
-
-    Raises:
-        UserError: it is something else.
-    """
+    """A schema as an object; the schema `true` allows everything."""
     if given is True:
         return {}
     if given is False:
@@ -295,7 +257,6 @@ def _values(part: Schema, key: str) -> Sequence[Any]:
 
 
 def _kinds_fit(value: Any) -> Iterator[str]:
-    """The kinds that a value is of."""
     if value is None:
         yield "null"
     elif isinstance(value, bool):

@@ -57,11 +57,7 @@ class Reader(ABC):
 
 
 class JsonScanner:
-    """Finds the end of one JSON value.
-
-    Attributes:
-        done: whether it was found.
-    """
+    """Finds the end of one JSON value."""
 
     def __init__(self) -> None:
         self.done = False
@@ -109,13 +105,7 @@ class JsonReader(Reader):
 
 @dataclass(frozen=True)
 class Tags:
-    """What stands around the names and values of tagged arguments.
-
-    Attributes:
-        before: a name.
-        between: a name and its value.
-        after: a value.
-    """
+    """What stands before a name, between it and its value, and after that."""
 
     before: str
     between: str
@@ -123,12 +113,7 @@ class Tags:
 
 
 class TaggedReader(Reader):
-    """Arguments between tags: texts without quotes, other values as JSON.
-
-    Args:
-        tags: around names and values.
-        about: the name of an argument and the kinds of JSON values that it may be, by what stands before the value.
-    """
+    """Arguments between tags: texts without quotes, other values as JSON."""
 
     def __init__(self, tags: Tags, about: Callable[[str], tuple[str, frozenset[str]]]) -> None:
         super().__init__()
@@ -171,7 +156,6 @@ class TaggedReader(Reader):
         return self._emit('"' if self._read == self._text else "", 0)
 
     def _value(self) -> bool:
-        """A value in JSON."""
         size = self._scanner.take(self.rest)
         self._emit(self.rest[:size], size)
         if self._scanner.done:
@@ -189,7 +173,6 @@ class TaggedReader(Reader):
         return bool(found)
 
     def _end(self) -> bool:
-        """What stands after a value."""
         if len(self.rest) < len(self._tags.after):
             return False
         self._read = self._begin
@@ -219,12 +202,7 @@ class Notation:
 
 
 class LiteralReader(Reader):
-    """Arguments in another notation: `a=1, b='x', c=[True]`.
-
-    Args:
-        notation: of values.
-        end: the letter after the arguments.
-    """
+    """Arguments in another notation: `a=1, b='x', c=[True]`, with a letter after them."""
 
     def __init__(self, notation: Notation, end: str) -> None:
         super().__init__()
@@ -253,7 +231,6 @@ class LiteralReader(Reader):
         return bool(letter)
 
     def _name(self) -> bool:
-        """The name before a value."""
         inner = len(self._closers) > 1
         if inner and self._notation.quoted_names:
             found = _QUOTED_NAME.match(self.rest)

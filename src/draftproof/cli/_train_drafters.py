@@ -1,4 +1,4 @@
-"""`draftproof train drafter`: a language model from scratch, or a draft model that imitates a target."""
+"""`draftproof train drafter | feature-head`: language models, and drafters of one layer on a target's hidden states."""
 
 from __future__ import annotations
 
@@ -7,27 +7,30 @@ from typing import Any
 import typer
 
 from draftproof.cli._options import Options, with_options
-from draftproof.cli._training import Json, Quiet, run
+from draftproof.cli._results import Quiet
+from draftproof.cli._training import Json, run
 from draftproof.training.drafter_artefact import make_drafter
 from draftproof.training.drafter_options import DrafterJob, Imitation, Shape, Texts
+from draftproof.training.feature_head import make_feature_head
+from draftproof.training.feature_options import FeatureJob
 from draftproof.training.loop import TrainingPlan
 
-TEXTS = Options(Texts, "Data", names={"limit": "prompts", "share": "background_share"})
-SHAPE = Options(Shape, "Shape", names={"vocabulary": "vocab"})
-IMITATION = Options(
+_TEXTS = Options(Texts, "Data", names={"limit": "prompts", "share": "background_share"})
+_SHAPE = Options(Shape, "Shape", names={"vocabulary": "vocab"})
+_IMITATION = Options(
     Imitation,
     "Imitation of a target",
     names={"target": "distil", "policy": "on_policy", "share": "on_policy_share"},
     defaults={"target": None},
     metavars={"target": "TARGET", "policy": "WHO"},
 )
-PLAN = Options(
+_PLAN = Options(
     TrainingPlan,
     "Training",
     only=("steps", "learning_rate", "warmup"),
     defaults={"steps": 2000, "learning_rate": 2e-3, "warmup": 100},
 )
-JOB = (
+_JOB = (
     Options(DrafterJob, only=("out",)),
     Options(DrafterJob, "Shape", only=("config", "init"), metavars={"config": "FILE", "init": "MODEL"}),
     Options(
@@ -40,7 +43,7 @@ JOB = (
 )
 
 
-@with_options(texts=(TEXTS,), shape=(SHAPE,), imitation=(IMITATION,), plan=(PLAN,), job=JOB)
+@with_options(texts=(_TEXTS,), shape=(_SHAPE,), imitation=(_IMITATION,), plan=(_PLAN,), job=_JOB)
 def drafter(
     *,
     texts: dict[str, Any],
@@ -63,3 +66,32 @@ def drafter(
         **job,
     )
     run(make_drafter, made, (imitation["target"], made.init), as_json=as_json, quiet=quiet)
+
+
+_HEAD_PLAN = Options(
+    TrainingPlan,
+    "Training",
+    only=("steps", "learning_rate", "evaluate_every", "seed"),
+    defaults={"steps": 4000, "evaluate_every": 200},
+)
+_HEAD_JOB = (
+    Options(FeatureJob, only=("target", "out")),
+    Options(
+        FeatureJob,
+        "Data",
+        only=(
+            "data", "held_out", "prompts", "answers", "answer_tokens", "answers_each", "form", "windows", "length",
+            "cache",
+        ),
+    ),
+    Options(FeatureJob, "Shape", only=("format", "ids", "inner_size", "own_output", "start")),
+    Options(FeatureJob, "Training", only=("batch", "unroll", "tv", "states", "dtype", "device", "trial_prompts")),
+)  # fmt: skip
+
+
+@with_options(plan=(_HEAD_PLAN,), job=_HEAD_JOB)
+def feature_head(*, plan: dict[str, Any], job: dict[str, Any], as_json: Json = False, quiet: Quiet = False) -> None:
+    """Train a drafter of one layer on the target's hidden states, as EAGLE does: feature_head:DIR, or other formats."""
+    steps = plan["steps"]
+    made = TrainingPlan(**plan, warmup=min(50, steps // 10), floor=0.02, betas=(0.9, 0.95), log_every=min(50, steps))
+    run(make_feature_head, FeatureJob(plan=made, **job), (job["target"],), as_json=as_json, quiet=quiet)

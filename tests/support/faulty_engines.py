@@ -30,7 +30,7 @@ def _token_residual(
     *,
     rng: Rng,
     lengths: Int[Tensor, " B"],
-    validate: bool,  # noqa: ARG001 - rules are called with it
+    validate: bool,
 ) -> ChainVerdict:
     """Block verification that draws the bonus token from max(p - q, 0), without the running ratio."""
     if not tokens.shape[1]:
@@ -43,12 +43,12 @@ def _token_residual(
 
 def _greedy_accepted(
     tokens: Int[Tensor, "B n"],
-    q: Float[Tensor, "B n V"] | None,  # noqa: ARG001 - rules are called with it
+    q: Float[Tensor, "B n V"] | None,
     p: Float[Tensor, "B m V"],
     *,
     rng: Rng,
     lengths: Int[Tensor, " B"],
-    validate: bool,  # noqa: ARG001 - rules are called with it
+    validate: bool,
 ) -> ChainVerdict:
     """Accept drafted tokens while they are the most likely ones, at any temperature; then draw from p."""
     length = tokens.shape[1]
