@@ -15,12 +15,7 @@ from draftproof.errors import UserError
 
 @dataclass(slots=True)
 class _Node:
-    """Tokens at the end of an output, and what they say.
-
-    Attributes:
-        ends: tokens that would complete a sequence.
-        before: by the token before them: the tokens up to the next node, and that node.
-    """
+    """Tokens at the end of an output: what would complete a sequence, and by the token before them the next node."""
 
     ends: tuple[int, ...] = ()
     before: dict[int, tuple[tuple[int, ...], _Node]] = field(default_factory=dict)
@@ -96,11 +91,7 @@ def _shared(one: Sequence[int], other: Sequence[int], known: int) -> int:
 
 
 def bad_word_ids(words: Sequence[str], encode: Callable[[str], Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of each word as it stands and after a space, where that starts with another token.
-
-    Raises:
-        UserError: no tokenizer, or a word that encodes to nothing.
-    """
+    """Token sequences of each word as it stands and after a space, where that starts with another token."""
     if words and encode is None:
         raise UserError(f"bad_words: expected none, because there is no tokenizer, got {len(words)} texts")
     found: dict[tuple[int, ...], None] = {}

@@ -12,7 +12,8 @@ LEAVING = (KeyboardInterrupt, SystemExit, GeneratorExit)  # exceptions that say 
 class UserError(ValueError):
     """A mistake that the user can correct; the message is one line: cause, offending value, what is legal, next step.
 
-    The command line prints it on stderr and exits with code 1, without a traceback.
+    The command line prints it on stderr and exits with code 1, without a traceback. Whatever takes a name, a file or a
+    number of the user's may raise it, so docstrings name it only where that says more.
     """
 
 

@@ -355,10 +355,6 @@ def _lock_file(path: Path) -> IO[bytes]:
 
 
 def refuse_existing(out: Path) -> None:
-    """Refuse a path that exists, before work on it begins.
-
-    Raises:
-        UserError: the path exists.
-    """
+    """Refuse a path that exists, before work on it begins."""
     if out.exists():
         raise UserError(f"{out} exists already: choose another path, or remove it first")

@@ -73,9 +73,6 @@ class HeadConfig:
 class Head(nn.Module):
     """A residual network with SiLU blocks and one output; a linear layer at depth 0.
 
-    Args:
-        config: its kind and shape.
-
     Source: SpecDec++, arXiv 2405.19715, section 4.1; the linear head is that of SPRINTER, arXiv 2502.04557.
     """
 
@@ -94,12 +91,7 @@ class Head(nn.Module):
     def forward(
         self, hidden: Float[Tensor, "*rows dim"], log_q: Float[Tensor, "*rows"] | None = None
     ) -> Float[Tensor, "*rows"]:
-        """The output before the sigmoid, in float32.
-
-        Args:
-            hidden: last hidden states of the draft model, of any float dtype.
-            log_q: log q of the drawn tokens, for heads with `reads_draw`.
-        """
+        """The output before the sigmoid, in float32; heads with `reads_draw` get `log_q` of the drawn tokens."""
         x = hidden.float()
         for place in range(self.config.depth):
             block = self.blocks[0 if self.config.shared_blocks else place]
@@ -119,11 +111,7 @@ def save_head(head: Head, directory: Path) -> None:
 
 
 def load_head(directory: str | Path) -> Head:
-    """Read a head from its directory.
-
-    Raises:
-        UserError: a file is missing, the config is not that of a head, or the weights have another shape.
-    """
+    """Read a head from its directory."""
     where = Path(directory).expanduser()
     for name in (CONFIG, WEIGHTS):
         if not (where / name).is_file():

@@ -68,10 +68,7 @@ class ReleaseTimes:
 
 
 class Peak:
-    """Peak memory from its construction to `stop`.
-
-    Args:
-        device: the device whose memory is measured; for a CPU, the whole process.
+    """Peak memory of a device (for a CPU, of the whole process) from its construction to `stop`.
 
     Attributes:
         how: the method, a key of HOW.

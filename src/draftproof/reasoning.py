@@ -109,9 +109,6 @@ def reasoning_markers(tokenizer: Any) -> ReasoningMarkers | None:
 
     A checkpoint may name them itself, in the template that transformers reads answers back with; else its chat template
     has those of a known family.
-
-    Args:
-        tokenizer: with the chat template; None for none.
     """
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(template, str):
@@ -154,10 +151,8 @@ def _declared(tokenizer: Any) -> Iterator[tuple[str, str]]:
 def reasoning_after(prompt_ids: Sequence[int], markers: ReasoningMarkers, blank: set[int]) -> Reasoning | None:
     """How the answer to a prompt begins; None where the prompt says that the model is not to reason.
 
-    Args:
-        prompt_ids: of the prompt; only its end counts, so that nothing in a message is taken for a marker.
-        markers: of the model.
-        blank: ids among the last ones of the prompt that are blanks only.
+    Only the prompt's end counts, so that nothing in a message is taken for a marker. `blank` are ids among the last
+    ones that are blanks only.
     """
     first = markers.first
     for spent, token in enumerate(reversed(prompt_ids[-MOST_BLANK - 1 :])):

@@ -27,10 +27,7 @@ def _row(cells: Sequence[str]) -> str:
 def columns(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Container[int] = ()) -> list[str]:
     """The lines of a table for a terminal or a file: columns two spaces apart, each as wide as its longest cell.
 
-    Args:
-        heads: names of the columns.
-        rows: a cell for each column.
-        numbers: columns whose cells stand to the right.
+    The cells of columns in `numbers` stand to the right.
     """
     lines = [heads, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -102,11 +99,7 @@ def finite(value: Any) -> Any:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty matplotlib figure of a size in inches.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """An empty matplotlib figure of a size in inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

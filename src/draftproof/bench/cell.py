@@ -55,9 +55,6 @@ class Cell:
         draft_dtype: of the draft model or head, where it has another one; "int8" and "int4" quantize its weights.
         dataset: name of the questions.
         temperature, top_k, top_p, max_tokens, seed: as in SamplingParams.
-
-    Raises:
-        UserError: no such engine or backend, or illegal sampling parameters.
     """
 
     target: str
@@ -116,10 +113,7 @@ class Cell:
 
     @property
     def method(self) -> str:
-        """Its name in tables: drafter, stopper and rule, or the other engine and the values of its setting.
-
-        A directory is shown by its last part.
-        """
+        """Its name in tables: drafter (a directory by its last part), stopper and rule, or engine and setting."""
         if self.engine != OURS:
             return f"{self.engine} ({self.values})" if self.setting else self.engine
         if self.drafter == "none":
@@ -149,11 +143,7 @@ class Cell:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Cell:
-        """The cell from what `to_dict` returned.
-
-        Raises:
-            UserError: fields that a cell does not have.
-        """
+        """The cell from what `to_dict` returned."""
         names = [field.name for field in fields(cls)]
         unknown = sorted(set(values) - set(names))
         if unknown or "target" not in values:
@@ -162,12 +152,7 @@ class Cell:
 
 
 class Matrix(NamedTuple):
-    """Cells, and what was left out of them.
-
-    Attributes:
-        cells: in the order of the lists, the last list changing fastest; each composition once.
-        left_out: compositions that the engine refuses, each with its message.
-    """
+    """Cells, the last list changing fastest, each once; and those that the engine refuses, with its messages."""
 
     cells: list[Cell]
     left_out: list[tuple[Cell, str]]
@@ -176,12 +161,8 @@ class Matrix(NamedTuple):
 def matrix(*, strict: bool = False, **lists: Any) -> Matrix:
     """Every combination of the values of fields, as cells in their canonical form.
 
-    Args:
-        strict: raise where the engine refuses a composition, instead of leaving it out.
-        lists: a value or a list of values for each field of `Cell`; those not named keep their default.
-
-    Raises:
-        UserError: no such field, an empty list, a part that cannot be made, or no cell left.
+    `strict` raises where the engine refuses a composition, instead of leaving it out. `lists` has a value or a list of
+    values for fields of `Cell`.
     """
     known = [field.name for field in fields(Cell)]
     unknown = sorted(set(lists) - set(known))
@@ -237,11 +218,7 @@ def canonical(cell: Cell) -> Cell:
 
 
 def refused(cell: Cell) -> str | None:
-    """Why the engine refuses a composition; None where it runs. No model is loaded.
-
-    Raises:
-        UserError: a part that cannot be made at all: an unknown name, a broken argument, a missing head.
-    """
+    """Why the engine refuses a composition; None where it runs. No model is loaded."""
     if cell.engine == "transformers-assisted" and cell.draft is None:
         return "transformers' assisted generation needs a draft model: name one with draft (--draft)"
     part, argument = find_drafter(cell.drafter)

@@ -60,9 +60,6 @@ class EngineComparison:
         dataset: of the prompts.
         tokens: tokens of every answer; stop tokens are ignored.
         repeats: turns that count, each with other prompts.
-
-    Raises:
-        UserError: an unknown engine, or a number below 1.
     """
 
     other: str = "vllm"
@@ -85,11 +82,7 @@ class EngineComparison:
 
 
 def compare_engines(options: EngineComparison, *, watch: Watch = silent) -> Results:
-    """Tokens a second of the other engine, of plain decoding, and of a drafter, for every batch and temperature.
-
-    Raises:
-        UserError: a model that cannot be loaded, or another engine that fails.
-    """
+    """Tokens a second of the other engine, of plain decoding, and of a drafter, for every batch and temperature."""
     facts = run_facts()
     rows: list[dict[str, Any]] = []
     turns = len(options.batch) * len(options.temperature) * (options.repeats + 1)
@@ -199,9 +192,6 @@ def _other_engine(options: EngineComparison) -> Iterator[Measure]:
     """Start the other engine's process, and end it and all processes that it started afterwards.
 
     They are stopped while it has nothing to do: an engine that waits for requests may keep a processor busy.
-
-    Raises:
-        UserError: it does not start, gives no answer in TIMEOUT seconds, or stops; with its last line on stderr.
     """
     python = str(options.python or sys.executable)
     model = str(options.model or models.resolve(options.target))

@@ -80,17 +80,8 @@ def bootstrap(
 
     Plain percentiles of few items cover too little: with six items about 0.86 instead of 0.95. So the percentiles are
     moved outwards as far as Student's t and the factor n/(n-1) move those of a mean (Hesterberg 2015, "What teachers
-    should know about the bootstrap").
-
-    Args:
-        items: independent units, usually the questions.
-        statistic: of a list of items.
-        level: of the interval.
-        resamples: lists drawn with replacement.
-        seed: of the draws; the same items give the same interval.
-
-    Raises:
-        UserError: a level out of range.
+    should know about the bootstrap"). Items are independent units, usually the questions; equal ones give equal
+    intervals.
     """
 
     def resampled(picks: Int[Tensor, "draws items"]) -> list[float]:
@@ -111,16 +102,6 @@ def resample(
 
     Columns of one item are drawn together, so differences between columns are paired. Ratios of totals (tokens per
     call) are computed after drawing, so items have the same weights as in the sample.
-
-    Args:
-        sums: the contribution of each item to each column.
-        statistic: gives one number for each row of totals.
-        level: see `bootstrap`.
-        resamples: see `bootstrap`.
-        seed: see `bootstrap`.
-
-    Raises:
-        UserError: fewer than two items, or a level out of range.
     """
     values, count = sums.double(), sums.shape[0]
     if count < 2:
@@ -156,12 +137,7 @@ def _expanded(
 
 
 def geometric_mean(ratios: Sequence[float], *, level: float = LEVEL) -> Estimate:
-    """The geometric mean of ratios with a t interval on their logarithms; no interval for a single one.
-
-    Args:
-        ratios: above 0, each of an independent pair of measurements.
-        level: of the interval.
-    """
+    """The geometric mean of independent ratios with a t interval on their logarithms; none for a single one."""
     logs = [math.log(ratio) for ratio in ratios]
     middle = fmean(logs)
     if len(logs) < 2:

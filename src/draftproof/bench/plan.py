@@ -90,10 +90,9 @@ DEFAULTS = BenchOptions(
 
 @dataclass(frozen=True)
 class BenchProfile:
-    """A prepared set of options.
+    """A prepared set of options; `about` says how long it takes.
 
     Attributes:
-        about: how long it takes, in a few words.
         sizes: options for a target that the user names, and for SmolLM2-135M, measured where it was pulled.
         embedded: other values of these options for the pair inside the package.
         embedded_parts, pulled_parts: the parts of both.
@@ -151,15 +150,7 @@ PROFILES = {
 
 
 def parts(options: BenchOptions, profile: str | None) -> tuple[list[BenchOptions], list[str]]:
-    """Complete options for each part of a benchmark, and notes on what was left out.
-
-    Args:
-        options: from the user; they take precedence over the profile.
-        profile: a name of PROFILES, or None.
-
-    Raises:
-        UserError: no such profile.
-    """
+    """Complete options for each part of a benchmark, the user's first, and notes on what was left out."""
     if profile is not None and profile not in PROFILES:
         raise UserError(f"profile: expected one of {', '.join(PROFILES)}, got {profile!r}")
     sizes = BenchOptions() if profile is None else PROFILES[profile].sizes
@@ -182,12 +173,7 @@ def _complete(options: BenchOptions) -> BenchOptions:
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """The arguments of `run`.
-
-    Attributes:
-        cells, questions, repeats: as in `run`.
-        notes: lines for the report: what was left out, and what searches found.
-    """
+    """The arguments of `run`; the notes say what was left out, and what searches found."""
 
     cells: list[Cell]
     questions: dict[str, list[Question]]
@@ -200,15 +186,7 @@ def plan(
 ) -> BenchPlan:
     """Cells and questions for the options of a benchmark.
 
-    Args:
-        options: from the user.
-        out: the run's folder; the best settings of competitors are kept there, so that a repeated command finds them.
-        cache: loaded models, for the search of those settings.
-        profile: a name of PROFILES, for options that the user did not give.
-        watch: shows progress.
-
-    Raises:
-        UserError: something that does not exist or does not fit.
+    The best settings of competitors are kept in `out`, the run's folder, so that a repeated command finds them.
     """
     every, notes = parts(options, profile)
     limits: dict[str, int] = {}

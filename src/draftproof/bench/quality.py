@@ -42,15 +42,7 @@ def score(
     *,
     watch: Watch = silent,
 ) -> None:
-    """Compute the likelihood of the answers in every setting with a lossy method, and keep it in the run's folder.
-
-    Args:
-        records: of the run.
-        questions: by data set.
-        out: the run's folder; an answer is scored once.
-        cache: loaded models.
-        watch: shows progress.
-    """
+    """Keep the likelihood of all answers in settings with a lossy method in the run's folder; each is made once."""
     own = first(records)
     lossy = {record.cell.group for record in own if not record.cell.lossless}
     known = dict(read_scores(out))
@@ -93,10 +85,7 @@ def likelihood(records: Iterable[Record], scores: Scores) -> Estimate | None:
 
 
 def rouge(own: Iterable[Record], base: Iterable[Record]) -> Estimate | None:
-    """ROUGE-L (F-measure) against another cell's answers, the mean over questions.
-
-    None without the package rouge-score (extra `bench`), or without a common question.
-    """
+    """ROUGE-L against another cell's answers, the mean over questions; None without package or common question."""
     found = []
     for pairs in paired(first(own), first(base)).values():
         texts = [side.answer.text for pair in pairs for side in pair]

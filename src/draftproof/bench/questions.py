@@ -59,9 +59,6 @@ def read_questions(name: str, limit: int | None = None) -> list[Question]:
             prompt or text), .txt (one prompt a line), also .gz and .xz; FORM:FILE for plain text in one of
             training.data.FORMS, each text cut to its first OPENING words; or hub:OWNER/NAME[:SPLIT[:COLUMN]].
         limit: how many to take from the beginning; None takes all.
-
-    Raises:
-        UserError: no such data set, another format (with the line), or no question in it.
     """
     if limit is not None and limit < 1:
         raise UserError(f"limit of questions: expected 1 or more, got {limit}")
@@ -161,11 +158,7 @@ _OBJECTS = (
 
 
 def _hub_rows(spec: str) -> list[dict[str, Any]]:
-    """The rows of a data set of the hub, by the `datasets` library.
-
-    Raises:
-        UserError: the library is missing, no such data set or column, or the hub cannot be reached.
-    """
+    """The rows of a data set of the hub, by the `datasets` library."""
     name, split, column = (*spec.split(":"), "", "")[:3]
     try:
         library: Any = importlib.import_module("datasets")

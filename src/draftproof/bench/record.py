@@ -59,15 +59,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Record:
-    """One measurement.
+    """One measurement: the answer of a cell to the question of its data set with this id.
 
-    Attributes:
-        cell: the cell that was measured.
-        question: id of the question in the cell's data set.
-        category: of the question, "" where it has none.
-        repeat: 0 for the first measurement.
-        prompt_tokens: length of the prompt.
-        answer: of the engine.
+    `repeat` is 0 for the first one, and `category` "" where the question has none.
     """
 
     cell: Cell
@@ -128,11 +122,7 @@ class Record:
 
 
 def read_records(out: Path) -> list[Record]:
-    """The records of a folder, in the order they were measured; a half-written last line is skipped.
-
-    Raises:
-        UserError: no records there, or a line that is no record.
-    """
+    """The records of a folder, in the order they were measured; a half-written last line is skipped."""
     found, _ = _read(out / FILE)
     return found
 
@@ -156,11 +146,7 @@ def _read(file: Path) -> tuple[list[Record], int]:
 class Log:
     """The records of a folder during a run: each one is on disk before the next measurement begins.
 
-    Args:
-        out: the folder; a last line that a killed run left incomplete is cut off.
-
-    Raises:
-        UserError: the file there is no file of records.
+    A last line that a killed run left incomplete is cut off.
     """
 
     def __init__(self, out: Path) -> None:

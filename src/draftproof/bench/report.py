@@ -38,15 +38,7 @@ Draw = Callable[[Any, Sequence[Summary]], None]
 
 
 def write_report(out: Path, *, plots: bool = True) -> list[Summary]:
-    """Write report.md, figures.json and, where matplotlib is installed, the plots of a run's folder.
-
-    Args:
-        out: the folder.
-        plots: whether to draw pictures.
-
-    Raises:
-        UserError: no run there.
-    """
+    """Write report.md, figures.json and, where matplotlib is installed, the plots of a run's folder."""
     found, metadata = summarize(out)
     if not found:
         raise UserError(f"{out} holds no record yet: repeat the command of its run")
@@ -238,11 +230,7 @@ def _notes(found: Sequence[Summary], metadata: dict[str, Any]) -> list[str]:
 
 
 def write_plots(found: dict[Setting, list[Summary]], out: Path) -> list[str]:
-    """Write the pictures into a run's folder, a panel for each setting; returns their names.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """Write the pictures into a run's folder, a panel for each setting; returns their names."""
     for name, draw in PLOTS.items():
         heights = [1.2 + 0.25 * len(own) for own in found.values()]
         figure = new_figure(8.0, sum(heights))

@@ -37,11 +37,7 @@ _MOST_ENTRIES = 1 << 25  # most entries of a synthetic model's rows that are kep
 class SyntheticModel(TableModel):
     """Rows softmax(3 a + noise b) for each last token, with random a and b; models of one family share a.
 
-    Args:
-        vocab: size of the vocabulary.
-        family: seed of a.
-        own: seed of b.
-        noise: distance of the model from its family; 0 leaves b out.
+    `family` and `own` are the seeds of a and b. With noise 0, b is left out.
     """
 
     def __init__(self, vocab: int, family: int, own: int, noise: float) -> None:
@@ -76,9 +72,6 @@ class RuleComparison:
         dataset, questions: of the prompts of language models.
         seeds: runs of each prompt with other draws.
         tokens: tokens of every answer; stop tokens are ignored.
-
-    Raises:
-        UserError: an unknown rule, or a number below 1.
     """
 
     target: str = "embedded:target"
@@ -103,11 +96,7 @@ class RuleComparison:
 
 
 def compare_rules(options: RuleComparison, *, watch: Watch = silent) -> Results:
-    """Tokens per target call of every rule: the mean over seeds with its standard error.
-
-    Raises:
-        UserError: a model or data set that does not exist.
-    """
+    """Tokens per target call of every rule: the mean over seeds with its standard error."""
     facts = run_facts()
     pairs = [f"synthetic, vocabulary {size}" for size in options.synthetic] or [
         f"{without_directory(options.target)} / {without_directory(options.draft)}"

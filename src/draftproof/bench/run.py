@@ -68,9 +68,6 @@ def run(
 
     Returns:
         All records of the folder, those of earlier processes first.
-
-    Raises:
-        UserError: no questions for a data set, a prompt too long for an answer, or `out` holds another run.
     """
     if repeats < 1 or warmup < 0:
         raise UserError(f"expected 1 repeat or more and a warmup of 0 or more, got {repeats} and {warmup}")
@@ -167,11 +164,7 @@ def _described(cells: Sequence[Cell], questions: Questions, device: str) -> dict
 
 
 def resumed(out: Path, metadata: dict[str, Any]) -> dict[str, Any]:
-    """The metadata of the run that is resumed in a folder; `metadata` if no run has begun there.
-
-    Raises:
-        UserError: the folder holds another run, with the first difference.
-    """
+    """The metadata of the run that is resumed in a folder; `metadata` if no run has begun there."""
     if not (out / FILE).exists():
         return metadata
     before = read_metadata(out)
@@ -186,11 +179,7 @@ def resumed(out: Path, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_metadata(out: Path) -> dict[str, Any]:
-    """The metadata of a run.
-
-    Raises:
-        UserError: none there, or of another version.
-    """
+    """The metadata of a run."""
     try:
         found: dict[str, Any] = json.loads((out / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:

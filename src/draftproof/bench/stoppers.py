@@ -47,9 +47,6 @@ class StopperComparison:
         seeds: runs of each prompt with other draws; greedy decoding needs only one.
         tokens: tokens of every answer; stop tokens are ignored.
         batch: prompts at a time.
-
-    Raises:
-        UserError: no fixed length among the stoppers, or a number below 1.
     """
 
     target: str = "embedded:target"
@@ -90,11 +87,7 @@ def _family(stopper: str) -> str:
 
 
 def compare_stoppers(options: StopperComparison, *, watch: Watch = silent) -> Results:
-    """Rates and costs of every stopper.
-
-    Raises:
-        UserError: a model, head or data set that does not exist.
-    """
+    """Rates and costs of every stopper."""
     facts, stoppers = run_facts(), options.all_stoppers
     for stopper in stoppers:
         make_stopper(stopper, options.draft)  # an invalid one is refused before anything is measured
@@ -214,11 +207,7 @@ def _best(entries: Sequence[dict[str, Any]], spent: dict[float, dict[str, float]
 
 
 def draw(options: StopperComparison, results: Results, out: Path) -> None:
-    """Draw the verification rate over the discard rate, one panel for each temperature, one line for each family.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """Draw the verification rate over the discard rate, one panel for each temperature, one line for each family."""
     figure = new_figure(6.0 * len(options.temperature), 4.5)
     panels = figure.subplots(1, len(options.temperature), squeeze=False)[0]
     for panel, temperature in zip(panels, options.temperature, strict=True):

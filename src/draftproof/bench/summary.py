@@ -118,11 +118,7 @@ def _or_none(found: Estimate | None) -> dict[str, float | None] | None:
 
 
 def summarize(out: Path) -> tuple[list[Summary], dict[str, Any]]:
-    """The summaries and the metadata of a run's folder.
-
-    Raises:
-        UserError: no run there.
-    """
+    """The summaries and the metadata of a run's folder."""
     metadata = read_metadata(out)
     shapes = {name: model["shape"] for name, model in metadata["models"].items()}
     return summaries(read_records(out), shapes, read_scores(out)), metadata

@@ -19,10 +19,6 @@ class FeatureModel(FollowingModel):
         temperature: temperature of the draft; None for the request's.
         top_k: top_k of the draft; None for the request's.
         bits: of quantized weights of the head; None for weights of the target's dtype.
-
-    Raises:
-        UserError: the head was trained for another target, the temperature or top_k is out of range, or the head cannot
-            be quantized here.
     """
 
     def __init__(
@@ -38,9 +34,5 @@ class FeatureModel(FollowingModel):
 
 
 def feature_drafter(model: FeatureModel, stopper: Stopper, *, chains: int = 1) -> Drafter:
-    """A drafter of one chain, or of K i.i.d. chains, from a feature head.
-
-    Raises:
-        UserError: the number of chains is out of range, or the stopper needs hidden states of another width.
-    """
+    """A drafter of one chain, or of K i.i.d. chains, from a feature head."""
     return following_drafter(model, stopper, "feature_head", chains=chains)

@@ -56,9 +56,6 @@ class ModelDrafter(ModelBacked):
         stride: number of tokens that are drawn before the stopper is asked, as each question waits for the device;
             default 1 on a CPU and 4 elsewhere. Tokens that were drawn after the end of a chain are dropped without
             being looked at, so the draft does not depend on the stride.
-
-    Raises:
-        UserError: the stopper reads hidden states that the model does not return.
     """
 
     name = "model"

@@ -26,9 +26,6 @@ class NgramDrafter:
         length: number of tokens to propose, 1 to 64.
         longest: length of the longest suffix to look for.
         shortest: length of the shortest suffix that counts as a match.
-
-    Raises:
-        UserError: a number is out of range.
     """
 
     branching = False

@@ -89,10 +89,6 @@ class SampledTreeDrafter(ModelBacked):
             draws at a node as there were draws of the node.
         factors: instead of chains, a prefix tree: the number of draws at every node of each depth (SpecTr, arXiv
             2310.15141, Algorithm 5).
-
-    Raises:
-        UserError: a number is out of range, the backend cannot read trees, or the stopper reads hidden states that the
-            model does not return.
     """
 
     branching = True
@@ -232,11 +228,7 @@ class SampledTreeDrafter(ModelBacked):
 
 
 def chains_drafter(model: DraftModel, stopper: Stopper, *, chains: int, name: str) -> ModelDrafter | SampledTreeDrafter:
-    """A drafter of this name with one chain, or with K i.i.d. chains, from a draft model.
-
-    Raises:
-        UserError: as for `ModelDrafter` and `SampledTreeDrafter`.
-    """
+    """A drafter of this name with one chain, or with K i.i.d. chains, from a draft model."""
     drafter: ModelDrafter | SampledTreeDrafter = (
         ModelDrafter(model, stopper) if chains == 1 else SampledTreeDrafter(model, stopper, chains=chains)
     )

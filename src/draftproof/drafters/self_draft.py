@@ -16,14 +16,7 @@ from draftproof.stoppers.base import Stopper
 class SelfDraftModel(DraftModel):
     """A smaller form of the target as a draft model; every round starts from the target's own cache.
 
-    Args:
-        part: the smaller form.
-        name: of the drafter.
-        temperature: temperature of the draft; None for the request's.
-        top_k: top_k of the draft; None for the request's.
-
-    Raises:
-        UserError: the temperature or top_k is out of range.
+    The name is the drafter's; `temperature` and `top_k` as for `DraftModel`.
     """
 
     def __init__(
@@ -47,17 +40,7 @@ class SelfDraftModel(DraftModel):
 
 
 class EarlyExitModel(SelfDraftModel):
-    """The first layers of the target as a draft model.
-
-    Args:
-        target: the target's backend.
-        layers: number of layers that draft.
-        temperature: temperature of the draft; None for the request's.
-        top_k: top_k of the draft; None for the request's.
-
-    Raises:
-        UserError: the number of layers, the temperature or top_k is out of range.
-    """
+    """The first layers of the target as a draft model."""
 
     def __init__(
         self, target: SlotBackend, layers: int, *, temperature: float | None = None, top_k: int | None = None
@@ -67,20 +50,10 @@ class EarlyExitModel(SelfDraftModel):
 
 
 class QuantizedModel(SelfDraftModel):
-    """The target with quantized weights as a draft model.
+    """The target with weights of 4 or 8 bits as a draft model; `part` is the quantized model where it is made already.
 
     Inside a draft it reads keys that its own layers wrote. In the next round the accepted tokens have the target's
     keys, and after the same text it has other probabilities. That matters only to rules that remember earlier rounds.
-
-    Args:
-        target: the target's backend.
-        bits: of a weight, 4 or 8.
-        temperature: temperature of the draft; None for the request's.
-        top_k: top_k of the draft; None for the request's.
-        part: the quantized model, where it is made already (`SlotBackend.quantizing`).
-
-    Raises:
-        UserError: the number of bits, the temperature or top_k is out of range, or the target has no quantized form.
     """
 
     stationary = False
@@ -99,10 +72,6 @@ class QuantizedModel(SelfDraftModel):
 
 
 def self_drafter(model: SelfDraftModel, stopper: Stopper, *, chains: int = 1) -> Drafter:
-    """A drafter of one chain, or of K i.i.d. chains, from a smaller form of the target.
-
-    Raises:
-        UserError: the number of chains is out of range, or the stopper needs hidden states of another width.
-    """
+    """A drafter of one chain, or of K i.i.d. chains, from a smaller form of the target."""
     name = model.name + (f"x{chains}" if chains > 1 else "")
     return chains_drafter(model, stopper, chains=chains, name=name)

@@ -50,9 +50,6 @@ class SuffixDrafter:
             forgotten first, completely.
         shared: whether requests with the same `cache_salt` draft from each other's tokens, where both `share_text`.
             Drafts, and so the speed of an answer, reveal to one of them what another one wrote.
-
-    Raises:
-        UserError: a number is out of range.
     """
 
     branching = False
@@ -98,9 +95,7 @@ class SuffixDrafter:
     def look(self, requests: Sequence[DraftRequest], worth: Callable[[int, int], int] | None = None) -> list[Found]:
         """What each request's last tokens are followed by; all requests are read before the first draft is made.
 
-        Args:
-            requests: to look for.
-            worth: how many looked up tokens are of use, from a request's id and the length of its match; default all.
+        `worth` says how many tokens are of use, from a request's id and the length of its match; by default all.
         """
         rows = [self._row(request) for request in requests]
         for row in rows:
@@ -113,13 +108,7 @@ class SuffixDrafter:
     def extend(
         self, request: DraftRequest, path: Sequence[int], worth: Callable[[int, int], int] | None = None
     ) -> Found:
-        """What the request's tokens and a drafted path below them are followed by; it depends on nothing else.
-
-        Args:
-            request: to look for, with room for tokens after the path.
-            path: that was drafted already.
-            worth: see `look`.
-        """
+        """What the request's tokens and a drafted path below them are followed by; it depends on nothing else."""
         row = self._row(request)
         self._read(row)
         found, predicted = self._follow(request, row, worth, path), row.predicted
@@ -222,12 +211,9 @@ def _may_share(request: DraftRequest) -> bool:
 
 @dataclass(frozen=True)
 class Found:
-    """What a lookup gives for a request.
+    """What a lookup gives for a request: tokens to draft, and the length of the known suffix that they follow.
 
-    Attributes:
-        tokens: to draft.
-        matched: the length of the known suffix that they follow.
-        origin: whether they are from known text, from the request's prediction, or forced by its grammar.
+    They are from known text, from the request's prediction, or forced by its grammar (`origin`).
     """
 
     tokens: list[int]

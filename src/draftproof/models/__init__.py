@@ -201,13 +201,7 @@ def pull(
     """Fetch and convert the registered model `name`, unless it is there; returns its directory.
 
     The directory appears whole or not at all; `provenance.json` in it says where the weights come from. Where another
-    process pulls the same model, this waits for it and downloads nothing.
-
-    Args:
-        name: of REGISTRY.
-        offline: as for `obtain`.
-        report: as for `obtain`.
-        progress: as for `obtain`.
+    process pulls the same model, this waits for it and downloads nothing. Other arguments as for `obtain`.
 
     Raises:
         UserError: an unknown name, a download that is forbidden or failed, no gguf support, or a file with another
@@ -245,11 +239,7 @@ def pull(
 
 
 def _make_home() -> None:
-    """Make the folder of models, where it is missing.
-
-    Raises:
-        UserError: another user could exchange what is put there, or it cannot be made.
-    """
+    """Make the folder of models, where it is missing; refuse it where another user could exchange what is put there."""
     try:
         files.make_folders(home())
         problem = files.why_distrusted(home(), strict=False)

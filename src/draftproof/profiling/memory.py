@@ -31,9 +31,6 @@ class Workload:
         batch: requests decoded together.
         prompt_tokens: length of each prompt.
         new_tokens: to generate for each.
-
-    Raises:
-        UserError: a number below 1.
     """
 
     batch: int = 1
@@ -46,7 +43,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of one part, with the copies and tables made from them (fused, packed, scaled).
+    """Bytes of the weights of one part, with the copies and tables made from them (fused, packed, scaled).
 
     Attributes:
         part: its name.
@@ -144,13 +141,8 @@ class Memory:
 def measure(make: Callable[[], Engine], workload: Workload, device: torch.device) -> Memory:
     """Load an engine, run a batch for its peak, and run it again for the memory of each phase.
 
-    Args:
-        make: loads the engine, with the workload's batch as `max_batch`; so its caches grow as in normal use.
-        workload: the batch; tokens are sampled at temperature 1, and nothing ends a request early.
-        device: the device of the engine's models.
-
-    Raises:
-        UserError: from loading, or if prompt and new tokens exceed the target's context.
+    `make` loads it with the workload's batch as `max_batch`, so its caches grow as in normal use. Tokens are sampled at
+    temperature 1, and nothing ends a request early.
     """
     loading = Peak(device)
     engine = make()
@@ -187,11 +179,7 @@ def measure(make: Callable[[], Engine], workload: Workload, device: torch.device
 
 
 def warm_up(*, dtype: str, device: str, backend: str) -> None:
-    """Load and run a tiny pair once, so that libraries are loaded before anything is measured.
-
-    Raises:
-        UserError: no such dtype, device or backend.
-    """
+    """Load and run a tiny pair once, so that libraries are loaded before anything is measured."""
     engine = Engine.load(
         "embedded:target",
         "embedded:draft",
@@ -206,11 +194,7 @@ def warm_up(*, dtype: str, device: str, backend: str) -> None:
 
 
 def refuse_overlong(engine: Engine, workload: Workload) -> None:
-    """Refuse a workload that would end at the context instead of at its number of tokens.
-
-    Raises:
-        UserError: prompt and new tokens exceed the target's context; with the number that fits.
-    """
+    """Refuse a workload that would end at the context instead of at its number of tokens."""
     total = workload.prompt_tokens + workload.new_tokens
     most = engine.target.max_positions
     if most is not None and total > most:
@@ -255,13 +239,7 @@ def weights(engine: Engine) -> Iterator[Weights]:
 
 
 def caches(engine: Engine, longest: dict[int, int], batch: int) -> Iterator[Cache]:
-    """Every slot cache of an engine that was used.
-
-    Args:
-        engine: after a run.
-        longest: tokens of the longest request by the id of its cache.
-        batch: requests that ran together.
-    """
+    """Every slot cache of an engine that was used; `longest` has the tokens of the longest request by its id."""
     for part, cache in slot_caches(engine):
         if cache.peak:
             sequence = cache.token_nbytes * longest.get(id(cache), 0)

@@ -23,12 +23,9 @@ ROUND = "round"
 
 @dataclass(frozen=True)
 class RowShape:
-    """Rows over the vocabulary that a phase returned.
+    """Rows over the vocabulary that a phase returned: batch, largest number of rows of a request, vocabulary.
 
-    Attributes:
-        shape: batch, largest number of rows of a request, vocabulary.
-        dtype: of the rows.
-        nbytes: of all requests; less than the shape gives if requests have different numbers of rows.
+    `nbytes` are less than the shape gives if requests have different numbers of rows.
     """
 
     shape: tuple[int, int, int]
@@ -127,14 +124,7 @@ class Phases:
 
 
 class _Observed:
-    """A part of an engine with callbacks before and after one of its methods.
-
-    Args:
-        part: the part that it replaces.
-        method: name of the method.
-        before: called with the method's arguments.
-        after: called with its result.
-    """
+    """A part of an engine whose method calls `before` with its arguments, and `after` with its result."""
 
     def __init__(
         self, part: object, method: str, *, before: Callable[..., None] | None = None, after: Callable[[Any], None]

@@ -33,14 +33,10 @@ STEPS = 400  # of the training of heads
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """The positions where drafts are sampled.
+    """The positions where drafts are sampled, at temperature 1.
 
-    Attributes:
-        pair: the models.
-        dataset: of the prompts, one that ships.
-        prompts, places: number of prompts, and of positions in the target's continuation of each.
-        seed: of the target's continuations and of the drafts.
-        top_k: of the sampling, at temperature 1.
+    `places` is the number of positions in the target's continuation of each prompt. The seed is that of continuations
+    and drafts.
     """
 
     pair: PairNames

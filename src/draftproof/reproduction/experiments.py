@@ -84,9 +84,7 @@ class ExperimentProfile:
 class PlannedRun(Cell):
     """Whole runs of one composition: a cell of the benchmark on shipped prompts, in batches.
 
-    Attributes:
-        prompts, seeds: their numbers; `seed` of the cell is replaced by that of each prompt.
-        batch: requests decoded together.
+    `seed` of the cell is replaced by that of each prompt.
     """
 
     drafter: str = "model"
@@ -103,15 +101,8 @@ class PlannedRun(Cell):
 class Places:
     """Rules compared on the same drafts, at every position of the target's own text.
 
-    Attributes:
-        pair: the models.
-        lengths: draft lengths to compare.
-        drafts: numbers of drafts to compare, for rules on tries.
-        chains: chains drafted at each position, at least as many as the largest of `drafts`; rules for single drafts
-            are averaged over all of them.
-        drafter: "model" (i.i.d. chains of the draft model), or "early_exit:L" of the target itself.
-        temperature: of the sampling.
-        prompts, seeds, places: their numbers.
+    Rules for single drafts are averaged over all `chains`, at least as many as the largest of `drafts`. The drafter is
+    "model" (i.i.d. chains of the draft model), or "early_exit:L" of the target itself.
     """
 
     pair: PairNames
@@ -126,12 +117,9 @@ class Places:
 
 
 class Experiments:
-    """Makes the measurements of recipes, or reads them from the records.
+    """Makes the measurements of recipes, or reads them from the records in a folder, one file for each.
 
-    Args:
-        folder: of the records, one file for each measurement.
-        profile: the amount of measurements.
-        notify: called with a line when a measurement begins.
+    `notify` is called with a line when a measurement begins.
     """
 
     def __init__(self, folder: Path, profile: ExperimentProfile, notify: Notify = ignore) -> None:
@@ -165,10 +153,7 @@ class Experiments:
     def cached(self, kind: str, key: object, make: Callable[[], Any]) -> Any:
         """A value from the records; measured and written first if it is not there.
 
-        Args:
-            kind: first part of the file's name.
-            key: identifies the value: values for JSON, or a dataclass of such values.
-            make: measures it.
+        `kind` is the first part of the file's name; `key` has values for JSON, or is a dataclass of such values.
         """
         described = asdict(key) if not isinstance(key, dict | list | tuple | str) else key  # type: ignore[call-overload]
         file = self.folder / f"{kind}-{digest(FORMAT, kind, described)[:16]}.json"
@@ -199,11 +184,7 @@ class Experiments:
         return self._cache.backend(name, dtype, "auto")
 
     def prompts(self, name: str, count: int, dataset: str = OPENINGS) -> list[list[int]]:
-        """Prompts of a shipped data set as token ids of a model, cut to PROMPT tokens.
-
-        Raises:
-            UserError: no such data set, or too few questions in it.
-        """
+        """Prompts of a shipped data set as token ids of a model, cut to PROMPT tokens."""
         if dataset not in shipped():
             raise UserError(f"data set: expected one of {', '.join(shipped())}, got {dataset!r}")
         texts = [question.prompt for question in read_questions(dataset, count)]

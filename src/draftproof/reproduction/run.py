@@ -48,11 +48,7 @@ class Finished:
 
 
 def profile_named(name: str) -> ExperimentProfile:
-    """A profile.
-
-    Raises:
-        UserError: an unknown name.
-    """
+    """A profile."""
     if name not in PROFILES:
         raise UserError(f"profile: expected one of {', '.join(PROFILES)}, got {name!r}")
     return PROFILES[name]
@@ -61,19 +57,13 @@ def profile_named(name: str) -> ExperimentProfile:
 def reproduce(
     names: Sequence[str], out: Path, profile: ExperimentProfile, *, notify: Notify = ignore
 ) -> list[Finished]:
-    """Run recipes and write the report of all outcomes in the folder.
+    """Run recipes (all, if none is named), and write the report of all outcomes in the folder.
 
     Args:
-        names: of recipes; none for all.
+        names: of recipes.
         out: a folder, made if it does not exist: for `reproduce.md`, `reproduce.json`, pictures and records.
         profile: the amount of measurements.
         notify: called with a line about the current work.
-
-    Returns:
-        The outcomes of these recipes.
-
-    Raises:
-        UserError: no such recipe, or a folder of another profile.
     """
     recipes, facts = chosen(names), run_facts()
     _claim_folder(out, profile)

@@ -74,9 +74,6 @@ class Auto(StopperBase):
         catches_up: whether the draft model has a cache of its own, and must first read what others have drafted.
         most: drafted tokens of a round, over all its requests.
 
-    Raises:
-        UserError: the limit is out of range.
-
     Source: Leviathan et al. 2023, section 3.5, for the best length under i.i.d. acceptance; here there are two rates,
     estimated while decoding.
     """

@@ -144,12 +144,7 @@ class Stopper(Protocol):
 
 
 class StopperBase:
-    """A stopper that always allows `limit` tokens, reads no hidden states, has no signal and learns nothing.
-
-    Args:
-        name: the stopper's name.
-        limit: length of the longest chain.
-    """
+    """A stopper that always allows `limit` tokens, reads no hidden states, has no signal and learns nothing."""
 
     constant = False
     hidden_size = 0

@@ -33,25 +33,13 @@ def own_probs(step: DraftStep) -> Float[Tensor, "drawn width"]:
 
 
 def check_threshold(name: str, threshold: float) -> None:
-    """Refuse thresholds outside (0, 1).
-
-    Raises:
-        UserError: naming the stopper and the value.
-    """
+    """Refuse thresholds outside (0, 1)."""
     if not 0 < threshold < 1:
         raise UserError(f"stopper {name}: expected 0 < threshold < 1, got {threshold:g}")
 
 
 class Confidence(StopperBase):
-    """Stops after a token for which the draft model's largest probability was below a threshold.
-
-    Args:
-        threshold: the threshold, between 0 and 1.
-        limit: length of the longest chain.
-
-    Raises:
-        UserError: the threshold is out of range.
-    """
+    """Stops after a token for which the draft model's largest probability was below a threshold."""
 
     reads_logits = True
 
@@ -73,13 +61,6 @@ class Predicted(StopperBase):
     """Stops before a token with which the draft head's own prediction that all are accepted is below a threshold.
 
     A head predicts each acceptance before the token is drawn, from the tokens before it (DSpark's confidence).
-
-    Args:
-        threshold: the threshold, between 0 and 1.
-        limit: length of the longest chain.
-
-    Raises:
-        UserError: the threshold is out of range.
     """
 
     reads_predictions = True
@@ -106,9 +87,6 @@ class Entropy(StopperBase):
         limit: length of the longest chain.
         gamma: factor of the entropy in nats.
         goal: acceptance rate that the threshold is adapted to.
-
-    Raises:
-        UserError: the threshold is out of range.
 
     Source: Agrawal et al. 2024 (AdaEDL, arXiv 2410.18351).
     """

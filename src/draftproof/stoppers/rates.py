@@ -51,11 +51,7 @@ class RateCounts:
 
 
 class SharedRates:
-    """Rates of all requests together, by kind of draft: what a new request may expect.
-
-    Args:
-        assumed: rates of kinds of draft, before anything is known.
-    """
+    """Rates of all requests together, by kind of draft: what a new request may expect; `assumed` before that."""
 
     def __init__(self, assumed: dict[int, AcceptanceRates] | None = None) -> None:
         self.assumed = assumed or {}

@@ -33,13 +33,7 @@ LOSSES: dict[str, Distance] = {"kl": forward_kl, "reverse_kl": reverse_kl, "tv":
 
 
 def logits_of(model: Any, ids: Int[Tensor, "rows length"], *, low: bool) -> Float[Tensor, "rows length vocab"]:
-    """Logits in float32.
-
-    Args:
-        model: a causal language model of transformers.
-        ids: windows of tokens.
-        low: multiply in bfloat16; the weights do not change.
-    """
+    """Logits in float32 of a model of transformers; `low` multiplies in bfloat16, and the weights do not change."""
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=low):
         made: Tensor = model(input_ids=ids, use_cache=False).logits
     return made.float()
@@ -64,13 +58,7 @@ def nats(model: nn.Module, windows: Int[Tensor, "rows length"], *, at_once: int 
 
 
 def bits_per_byte(model: nn.Module, windows: Int[Tensor, "rows length"], size: int) -> float:
-    """Bits that the model needs for one byte of text.
-
-    Args:
-        model: a causal language model.
-        windows: the tokens of complete texts, see `corpus.held_out`; the end tokens count.
-        size: number of bytes of the texts.
-    """
+    """Bits that the model needs for a byte of complete texts (`corpus.held_out`) of `size` bytes; end tokens count."""
     return nats(model, windows)[0] / math.log(2) / size
 
 
@@ -78,14 +66,9 @@ def bits_per_byte(model: nn.Module, windows: Int[Tensor, "rows length"], size: i
 def agreement(
     target: nn.Module, draft: nn.Module, windows: Int[Tensor, "rows length"], *, skip: int = 0, at_once: int = 16
 ) -> dict[str, float]:
-    """Agreement of a draft with a target at temperature 1, over the positions of windows.
+    """Agreement of a draft with a target at temperature 1, over the positions of windows, where -1 is padding.
 
-    Args:
-        target: a causal language model.
-        draft: another one with the same vocabulary.
-        windows: windows of tokens; -1 is padding.
-        skip: number of tokens at the beginning of each window that are not predicted.
-        at_once: number of windows in a forward pass.
+    The first `skip` tokens of each window are not predicted.
 
     Returns:
         "acceptance": the mean of sum min(p, q), the probability that a drafted token is accepted; "top_agreement": how

@@ -31,9 +31,6 @@ class Shape:
         positions: length of the longest sequence, in tokens.
         vocabulary: number of tokens of the tokenizer that is trained with the model; not used with a target to imitate,
             whose tokenizer is used.
-
-    Raises:
-        UserError: a number is out of range.
     """
 
     layers: int = 2
@@ -78,9 +75,6 @@ class Texts:
         background_form: how texts are separated in the background files.
         share: share of the background over the whole run. It falls linearly from twice this value to 0; above one half
             it starts at 1.
-
-    Raises:
-        UserError: the share is out of range.
     """
 
     data: tuple[Path, ...]
@@ -105,9 +99,6 @@ class Imitation:
             of a rejection.
         policy: texts on which the models are compared: text, or also continuations of it by the draft or the target.
         share: share of the steps that use continuations, where the policy is not text.
-
-    Raises:
-        UserError: a value is not legal.
     """
 
     target: str
@@ -145,9 +136,6 @@ class DrafterJob:
         seed: seed of all random choices.
         trial_prompts: number of held-out prompts that the engine continues, for the block efficiencies of a draft.
         trial_tokens: largest number of tokens of each continuation.
-
-    Raises:
-        UserError: a value is not legal, or `out` exists.
     """
 
     texts: Texts
@@ -179,11 +167,7 @@ class DrafterJob:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Arguments of LlamaConfig except the vocabulary, from the shape or from the config file.
-
-        Raises:
-            UserError: the file is no config of a Llama model.
-        """
+        """Arguments of LlamaConfig except the vocabulary, from the shape or from the config file."""
         return self.shape.config() if self.config is None else settings_of(self.config)
 
     @property
@@ -193,11 +177,7 @@ class DrafterJob:
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    """Arguments of LlamaConfig except the vocabulary, from a config.json.
-
-    Raises:
-        UserError: the file cannot be read, or is no config of a Llama model.
-    """
+    """Arguments of LlamaConfig except the vocabulary, from a config.json."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         known = {name: found[name] for name in (*Shape().config(), *_OPTIONAL) if name in found}

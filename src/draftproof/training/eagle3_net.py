@@ -26,11 +26,9 @@ _VERSION = "0.9.0"  # of the package whose layout this is
 
 
 class Eagle3Module(nn.Module):
-    """An EAGLE-3 head with one layer.
+    """An EAGLE-3 head with one layer, which reads the hidden states of some layers of the target.
 
-    Args:
-        config: its shape; the window is that of training, the written head has none.
-        layers: of the target, whose hidden states it reads.
+    The window of its config is that of training; the written head has none.
 
     Attributes:
         first_place: the first token of a text is left out, since no state comes before it.
@@ -119,11 +117,7 @@ class Eagle3Module(nn.Module):
 
 
 def default_layers(total: int) -> tuple[int, ...]:
-    """A low, a middle and a high layer: those that the formats take where none are named, or others in small models.
-
-    Raises:
-        UserError: fewer than 3 layers.
-    """
+    """A low, a middle and a high layer: those that the formats take where none are named, or others in small models."""
     for found in ((2, total // 2, total - 3), (1, total // 2, total - 1)):
         if 0 < found[0] < found[1] < found[2]:
             return found
@@ -142,14 +136,8 @@ def save_eagle3(
 ) -> None:
     """Write a head into an existing directory, in the layout of `speculators`.
 
-    Args:
-        net: the head.
-        directory: where to.
-        embedding: the target's, which the layout holds too.
-        output: rows of the target's output layer for the head's tokens, for a head without its own.
-        architectures: of the target's config.
-        max_positions: of the target.
-        dtype: of the weights.
+    Embedding, architectures and positions are the target's, and for a head without an output layer `output`: the rows
+    of the target's for the head's tokens.
     """
     config, at = net.config, "layers.0."
     parts = {name: value.data for name, value in net.named_parameters()}

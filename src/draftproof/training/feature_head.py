@@ -55,14 +55,7 @@ _DECIDING = (
 
 
 def make_feature_head(job: FeatureJob, watch: Watch = silent) -> dict[str, Any]:
-    """Train a feature head and write its directory; the same job continues an interrupted run.
-
-    Returns:
-        the main figures of the head.
-
-    Raises:
-        UserError: files, models or options that cannot be used.
-    """
+    """Train a feature head, write its directory and return its figures; the same job continues an interrupted run."""
     start = time.perf_counter()
     run = _FeatureRun(job, watch)
     net = run.net()

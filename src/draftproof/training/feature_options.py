@@ -46,9 +46,6 @@ class FeatureJob:
         dtype: dtype of the target: auto, float32, bfloat16 or float16.
         device: device to use: cpu, cuda or cuda:1; by default an accelerator if there is one.
         cache: directory that keeps answers and states for other runs; by default one next to the pulled models.
-
-    Raises:
-        UserError: a number is out of range, or `out` exists.
     """
 
     target: str

@@ -153,10 +153,7 @@ Build = Callable[[Sequence[Response], int], list[JudgeRows]]  # responses, numbe
 
 
 def mixed(pair: ModelPair, mix: float, seed: int) -> Build:
-    """Rows of kind mixed: `mix` is the share r of tokens that Z takes from the target's response.
-
-    Source: SpecDec++, arXiv 2405.19715, section 3.3.
-    """
+    """Rows of kind mixed: `mix` is the share r of tokens that Z takes from the target's response (SpecDec++, 3.3)."""
 
     def build(responses: Sequence[Response], first: int) -> list[JudgeRows]:
         p, q = pair.p(responses), [probs for probs, _ in pair.q(responses)]
@@ -178,12 +175,7 @@ def mixed(pair: ModelPair, mix: float, seed: int) -> Build:
 
 
 def drafted(pair: ModelPair, *, above: bool = False) -> Build:
-    """Rows of kind drafted: the responses are continuations by the draft model itself.
-
-    Args:
-        pair: the models.
-        above: use the state before each token, as a verifier does, instead of the state at the token.
-    """
+    """Rows of kind drafted; `above` takes the state before each token, as a verifier does, not the one at the token."""
 
     def build(responses: Sequence[Response], first: int) -> list[JudgeRows]:
         p, q = pair.p(responses), pair.q(responses)
@@ -235,12 +227,7 @@ def collect(
 ) -> JudgeRows:
     """The rows of all responses, from shards on disk where they exist.
 
-    Args:
-        build: makes rows from responses.
-        responses: the responses.
-        folder: folder of the shards; its name must be a hash of everything the rows depend on.
-        watch: shows progress.
-        title: title of the progress bar.
+    The name of `folder` must be a hash of everything the rows depend on.
     """
     starts = range(0, len(responses), SHARD)
     parts = []

@@ -34,14 +34,7 @@ _SUMMARY = (
 
 
 def make_head(job: HeadJob, watch: Watch = silent) -> dict[str, Any]:
-    """Train a head that predicts acceptance or log(p/q), choose its threshold, and write its directory.
-
-    Returns:
-        the main figures of the head, as in its provenance.
-
-    Raises:
-        UserError: files or models that cannot be used, or that do not fit together.
-    """
+    """Train a head that predicts acceptance or log(p/q), choose its threshold and write its directory; its figures."""
     run = _HeadRun(job, watch)
     rows = {part: run.data.head_rows(part, job.mix) for part in ("train", "valid")}
     trial = run.data.trial(job.trial_prompts, job.trial_tokens)
@@ -59,14 +52,7 @@ def make_head(job: HeadJob, watch: Watch = silent) -> dict[str, Any]:
 
 
 def make_verifier_head(job: HeadJob, watch: Watch = silent) -> dict[str, Any]:
-    """Train the verifier of SPRINTER (arXiv 2502.04557), compare its runs with Theorem 3.3, and write its directory.
-
-    Returns:
-        the main figures of the verifier, as in its provenance.
-
-    Raises:
-        UserError: as `make_head`.
-    """
+    """Train the verifier of SPRINTER, compare its runs with Theorem 3.3, write its directory and return its figures."""
     run = _HeadRun(job, watch)
     (train, sizes), (valid, _), (test, _) = (run.data.verifier_rows(part) for part in ("train", "valid", "test"))
     head, history = run.train({"train": train, "valid": valid})

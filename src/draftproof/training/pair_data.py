@@ -39,15 +39,7 @@ CATEGORIES = ("original", "draft", "target", "mixed")  # SPRINTER, arXiv 2502.04
 
 
 class PairData:
-    """The loaded models and data, and rows made from them.
-
-    Args:
-        material: names and options.
-        watch: shows progress.
-
-    Raises:
-        UserError: files or models that cannot be used, or that do not fit together.
-    """
+    """The loaded models and data, and rows made from them."""
 
     def __init__(self, material: Material, watch: Watch = silent) -> None:
         self.material = material
@@ -109,11 +101,7 @@ class PairData:
     # --- sequences ------------------------------------------------------------------------------------------------
 
     def prompts(self, part: str) -> list[list[int]]:
-        """Token ids of a part's prompts that leave room for a response.
-
-        Raises:
-            UserError: all of them are too long.
-        """
+        """Token ids of a part's prompts that leave room for a response."""
         ids = self._ids([example.prompt for example in self.parts[part]])
         found = [row for row in self._short(ids) if row]
         if not found:

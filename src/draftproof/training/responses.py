@@ -43,18 +43,10 @@ def sample_responses(
     watch: Watch = silent,
     title: str = "sampling responses",
 ) -> list[Response]:
-    """One continuation of each prompt, from the cache where it is there.
+    """One continuation of each prompt, from the cache where it is there; each batch of the engine is one file.
 
-    Args:
-        engine: an engine for the model; with or without speculation the distribution is the same. Each batch of this
-            engine is one file.
-        prompts: token ids.
-        params: sampling parameters; the seed is replaced by one for each prompt.
-        cache: folder of the cache.
-        key: identifies the model (by its fingerprint) and how it is run.
-        seed: seed of all draws.
-        watch: shows progress.
-        title: title of the progress bar.
+    With or without speculation the distribution is the same. The seed of `params` is replaced by one for each prompt.
+    `key` identifies the model (by its fingerprint) and how it is run.
     """
     rows = [list(prompt) for prompt in prompts]
     size = engine.max_batch

@@ -53,10 +53,7 @@ class Trial:
     seed: int = 0
 
     def run(self, stopper: Stopper | None, rule: str, *, max_batch: int = 8, shift: int = 0) -> list[Output]:
-        """Responses with a stopper and a verification rule; plain decoding without a stopper.
-
-        `shift` changes all seeds, for another independent sample.
-        """
+        """Responses with a stopper (None decodes plainly) and a rule; `shift` changes all seeds."""
         pair, drafter = self.pair, None
         if stopper is not None:
             drafter = ModelDrafter(pair.model(), stopper)
@@ -112,11 +109,7 @@ def fixed_table(trial: Trial, rule: str, *, watch: Watch = silent) -> list[dict[
 
 
 def head_table(trial: Trial, head: Head, rule: str, *, watch: Watch = silent) -> list[dict[str, Any]]:
-    """Rates of one head at every threshold.
-
-    Raises:
-        UserError: the head is a verifier, which has no threshold h.
-    """
+    """Rates of one head at every threshold."""
     kinds: dict[str, Callable[[Head, float], Stopper]] = {"acceptance": Acceptance, "log_ratio": Ratio}
     if head.config.kind not in kinds:
         raise UserError(f"kind of head: expected one of {', '.join(kinds)}, got {head.config.kind!r}")
@@ -167,8 +160,7 @@ def dominated(fixed: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]]) 
 def with_fixed_drafts(fixed: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The heads' rows with the verification rate of constant lengths at the same discard rate.
 
-    Between two lengths the rate is interpolated: a random choice between them reaches it. Outside the range of the
-    lengths it is None.
+    Between two lengths it is interpolated: a random choice between them reaches it. Outside of them it is None.
     """
     points = sorted((row["discard_rate"], row["verification_rate"]) for row in fixed)
 

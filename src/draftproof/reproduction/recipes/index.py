@@ -36,11 +36,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def chosen(names: Sequence[str]) -> list[Recipe]:
-    """Recipes by name, in the order of the list; all recipes if no name is given.
-
-    Raises:
-        UserError: an unknown name.
-    """
+    """Recipes by name, in the order of the list; all recipes if no name is given."""
     for name in names:
         if name not in RECIPES:
             raise UserError(f"recipe: expected one of {', '.join(RECIPES)}, got {name!r}")

@@ -62,11 +62,7 @@ class DrafterOptions:
 
 
 def evaluate_drafter(options: DrafterOptions, *, watch: Watch = silent) -> Results:
-    """Acceptance along known tokens and tokens per target call, on held-out text and on the target's own answers.
-
-    Raises:
-        UserError: no such head, model or file, or files without held-out prompts.
-    """
+    """Acceptance along known tokens and tokens per target call, on held-out text and on the target's own answers."""
     facts = run_facts()
     refuse_gguf(options.target, "the evaluation of a feature head")
     target = load_backend(options.target, dtype=options.dtype)
@@ -127,15 +123,7 @@ def _engine(target: Loaded, tokenizer: Any, drafter: str | None) -> Engine:
 def held_out_text(
     files: Sequence[Path], form: str, tokenizer: Any, seed: int, trials: int
 ) -> tuple[list[Row], list[list[int]]]:
-    """Windows of held-out text, and openings of the first `trials` of them.
-
-    Args:
-        files: read whole.
-        form: how texts are separated in .txt files.
-        tokenizer: the target's.
-        seed: decides the windows.
-        trials: number of openings.
-    """
+    """Windows of held-out text, chosen by the seed, and openings of the first `trials` of them."""
     texts = [example.text for example in read_examples(files, form=form, opening=0)[0]]
     rows = windows(texts, tokenizer, length=WINDOW, most=WINDOWS, seed=100 + seed)
     return rows, [list(row.tokens[:64]) for row in rows[:trials]]
@@ -144,18 +132,7 @@ def held_out_text(
 def own_answers(
     files: Sequence[Path], target: Loaded, tokenizer: Any, seed: int, trials: int
 ) -> tuple[list[Row], list[list[int]]]:
-    """The target's answers to held-out instructions, and the first `trials` of those instructions.
-
-    Args:
-        files: instructions, of which the tenth for tests is read.
-        target: it answers.
-        tokenizer: the target's.
-        seed: of the answers.
-        trials: number of instructions to return.
-
-    Raises:
-        UserError: no held-out instruction is short enough.
-    """
+    """The target's answers to held-out instructions (the tenth for tests), and the first `trials` instructions."""
     plain = _engine(target, tokenizer, None)
     texts = [example.text for example in split(read_examples(files, opening=0)[0])["test"]]
     chat = getattr(tokenizer, "chat_template", None)

@@ -57,11 +57,7 @@ class TextOptions:
 
 
 def evaluate_text(options: TextOptions, *, watch: Watch = silent) -> Results:
-    """Bits per byte under the judge, and the share of words that no known text has.
-
-    Raises:
-        UserError: no such model or file, or no held-out text.
-    """
+    """Bits per byte under the judge, and the share of words that no known text has."""
     facts = run_facts()
     examples = split(read_examples(options.texts, form=options.form)[0])["test"][: options.count]
     if not examples:
