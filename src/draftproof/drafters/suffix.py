@@ -159,11 +159,7 @@ class SuffixDrafter:
             row.predicted.read(row.read[row.prompt_length :], max(start - row.prompt_length, 0))
 
     def _follow(
-        self,
-        request: DraftRequest,
-        row: _Indexed,
-        worth: Callable[[int, int], int] | None,
-        path: Sequence[int] = (),
+        self, request: DraftRequest, row: _Indexed, worth: Callable[[int, int], int] | None, path: Sequence[int] = ()
     ) -> Found:
         """The draft (the most frequent successor, then its most frequent one, and so on) and the first match's size."""
         others = row.shared if _may_share(request) else None

@@ -23,9 +23,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.functional.coupling import (
-    first_success,
-)
+from draftproof.functional.coupling import first_success
 from draftproof.functional.nodes import Level, Tries
 from draftproof.rng import Rng
 
@@ -134,10 +132,7 @@ def decide(tries: Tries, plan: TriePlan, rng: Rng) -> Int[Tensor, " B"]:
 
 
 def _winner(
-    tries: Tries,
-    ends: Int[Tensor, "B N"],
-    moment: Int[Tensor, "B N"],
-    slots: Int[Tensor, "B W"],
+    tries: Tries, ends: Int[Tensor, "B N"], moment: Int[Tensor, "B N"], slots: Int[Tensor, "B W"]
 ) -> Int[Tensor, "B W"]:
     """Where the path of the accepted child with the earliest success ends; 0 when no child is accepted."""
     rows = torch.arange(slots.shape[0], device=slots.device).unsqueeze(-1)

@@ -155,10 +155,7 @@ def mixture_verify(
 
 
 def _clamped_mass(
-    ratio: Float[Tensor, "R V"],
-    mass_p: Float[Tensor, "R W"],
-    mass_q: Float[Tensor, "R W"],
-    bound: Float[Tensor, " R"],
+    ratio: Float[Tensor, "R V"], mass_p: Float[Tensor, "R W"], mass_q: Float[Tensor, "R W"], bound: Float[Tensor, " R"]
 ) -> tuple[Float[Tensor, " R"], Float[Tensor, " R"]]:
     """Two masses of the tokens with q/p below a bound, from prefix sums over tokens sorted by q/p."""
     at = torch.searchsorted(ratio, bound.unsqueeze(-1))
@@ -166,10 +163,7 @@ def _clamped_mass(
 
 
 def _floor_for(
-    filled: Float[Tensor, "R V"],
-    mass_p: Float[Tensor, "R W"],
-    mass_q: Float[Tensor, "R W"],
-    taken: Float[Tensor, " R"],
+    filled: Float[Tensor, "R V"], mass_p: Float[Tensor, "R W"], mass_q: Float[Tensor, "R W"], taken: Float[Tensor, " R"]
 ) -> Float[Tensor, " R"]:
     """The floor a at which max(a p - q, 0) sums to `taken`; `filled` holds that sum for a = q/p of each token."""
     at = torch.searchsorted(filled, taken.unsqueeze(-1), right=True)

@@ -113,12 +113,7 @@ def _multi_path(
 
 
 def multi_path_on_tries(
-    tries: Tries,
-    q: Float[Tensor, "rows V"] | None,
-    p: Float[Tensor, "m V"],
-    *,
-    rng: Rng,
-    validate: bool = True,
+    tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], *, rng: Rng, validate: bool = True
 ) -> NodeVerdict:
     """Greedy multi-path block verification of trees whose draws at a node are i.i.d.; lossless.
 

@@ -230,10 +230,7 @@ def _levels(tables: list[list[list[int]]], depths: list[list[int]], device: torc
             if kids:
                 found[depth[slot]].append((len(kids) > 1, row * size + slot))
     return tuple(
-        Level(
-            sent([at for _, at in sorted(level)], device, torch.int64),
-            sum(not many for many, _ in level),
-        )
+        Level(sent([at for _, at in sorted(level)], device, torch.int64), sum(not many for many, _ in level))
         for level in found
     )
 
@@ -272,20 +269,13 @@ def _build(
 
 
 Rule = Callable[
-    [Tries, Float[Tensor, "rows V"] | None, Float[Tensor, "m V"], Rng],
-    tuple[Int[Tensor, " B"], Int[Tensor, " B"]],
+    [Tries, Float[Tensor, "rows V"] | None, Float[Tensor, "m V"], Rng], tuple[Int[Tensor, " B"], Int[Tensor, " B"]]
 ]
 """A rule on tries: it returns the last accepted slot and the bonus token of each row."""
 
 
 def verify_tries(
-    rule: Rule,
-    tries: Tries,
-    q: Float[Tensor, "rows V"] | None,
-    p: Float[Tensor, "m V"],
-    *,
-    rng: Rng,
-    validate: bool,
+    rule: Rule, tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], *, rng: Rng, validate: bool
 ) -> NodeVerdict:
     """Check the inputs where `validate` is true, apply the rule, and return its verdict in terms of nodes.
 

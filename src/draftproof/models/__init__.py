@@ -160,11 +160,7 @@ def _existing(name: str) -> str:
 
 
 def obtain(
-    name_or_path: str | Path,
-    *,
-    offline: bool | None = None,
-    report: Report = _log.info,
-    progress: Progress = _ignore,
+    name_or_path: str | Path, *, offline: bool | None = None, report: Report = _log.info, progress: Progress = _ignore
 ) -> str:
     """As `resolve`, but a registered model, or a named GGUF file of the hub, that is not here is downloaded first.
 
@@ -191,13 +187,7 @@ def hub_is_offline() -> bool:
     return value.upper() in _TRUE
 
 
-def pull(
-    name: str,
-    *,
-    offline: bool | None = None,
-    report: Report = _log.info,
-    progress: Progress = _ignore,
-) -> Path:
+def pull(name: str, *, offline: bool | None = None, report: Report = _log.info, progress: Progress = _ignore) -> Path:
     """Fetch and convert the registered model `name`, unless it is there; returns its directory.
 
     The directory appears whole or not at all; `provenance.json` in it says where the weights come from. Where another

@@ -72,10 +72,7 @@ def measure_divergence(options: DivergenceOptions, *, watch: Watch = silent) -> 
     """Divergence, same most likely token and perplexity on texts, with intervals over texts."""
     facts = run_facts()
     changed = LoadOptions(
-        dtype=options.dtype,
-        weights=options.weights,
-        activations=options.activations,
-        kv_dtype=options.kv_dtype,
+        dtype=options.dtype, weights=options.weights, activations=options.activations, kv_dtype=options.kv_dtype
     )
     one = load(options.target, changed)
     other = load(options.against or options.target, LoadOptions(dtype=options.dtype, activations="float"))

@@ -17,15 +17,7 @@ from draftproof.reproduction.claims import Claim, Kind, claim
 from draftproof.reproduction.expected_accepted import key
 from draftproof.reproduction.experiments import SMALL, Experiments, PairNames
 from draftproof.reproduction.paper_tables import paper_tables
-from draftproof.reproduction.recipes.base import (
-    CLOSE,
-    Answers,
-    Figure,
-    OurNumber,
-    Outcome,
-    Recipe,
-    Series,
-)
+from draftproof.reproduction.recipes.base import CLOSE, Answers, Figure, OurNumber, Outcome, Recipe, Series
 from draftproof.reproduction.recipes.sums import AtPlaces, between, efficiency, several, why_other
 from draftproof.tree import TokenTree
 

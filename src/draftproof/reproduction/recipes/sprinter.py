@@ -16,15 +16,7 @@ from draftproof.reproduction.claims import Claim, Kind, claim, column
 from draftproof.reproduction.draft_samples import model_pair
 from draftproof.reproduction.experiments import SMALL, Experiments, PairNames, PlannedRun
 from draftproof.reproduction.paper_tables import paper_tables
-from draftproof.reproduction.recipes.base import (
-    ANY,
-    OTHER_SECONDS,
-    Answers,
-    Missing,
-    OurNumber,
-    Outcome,
-    Recipe,
-)
+from draftproof.reproduction.recipes.base import ANY, OTHER_SECONDS, Answers, Missing, OurNumber, Outcome, Recipe
 from draftproof.reproduction.recipes.sums import RunSums, less
 from draftproof.training.responses import Response
 from draftproof.training.sprinter import drift
