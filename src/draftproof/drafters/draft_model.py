@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from torch.nn.functional import pad
 from draftproof import native
 from draftproof.backends.base import Backend, Feed, Session, room, unread
 from draftproof.backends.cache.prefix_cache import PrefixCache
-from draftproof.drafters.base import Drafter, DraftRequest
+from draftproof.drafters.base import DraftRequest
 from draftproof.errors import UserError, blamed_on
 from draftproof.sampling import LogitsCheck, SamplingParams, Transforms, probabilities, shaped
 from draftproof.stoppers.base import RoundTime, Stopper
@@ -164,13 +163,6 @@ class ModelBacked:
         refuse_misfit(stopper, model.backend)
         self.model = model
         self.stopper = stopper
-
-    def with_stopper(self, stopper: Stopper) -> Drafter:
-        """The same drafter, on the same model, with another stopper."""
-        made: Any = copy.copy(self)
-        made.stopper = stopper
-        drafter: Drafter = made
-        return drafter
 
     @property
     def constant(self) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from draftproof.backends.base import Session, unread
-from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.heads.self_draft import EarlyExitBackend, QuantizedBackend, SelfDraftBackend
+from draftproof.backends.heads.self_draft import SelfDraftBackend
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.sampled_tree import chains_drafter
@@ -23,6 +22,7 @@ class SelfDraftModel(DraftModel):
         self, part: SelfDraftBackend, name: str, *, temperature: float | None = None, top_k: int | None = None
     ) -> None:
         self.name = name
+        self.stationary = part.stationary
         self._part = part
         super().__init__(part, vocab_size=part.vocab_size, temperature=temperature, top_k=top_k)
 
@@ -37,38 +37,6 @@ class SelfDraftModel(DraftModel):
 
     def ended(self, request_id: int, tokens: list[int]) -> None:
         """Nothing: the session is the target's."""
-
-
-class EarlyExitModel(SelfDraftModel):
-    """The first layers of the target as a draft model."""
-
-    def __init__(
-        self, target: SlotBackend, layers: int, *, temperature: float | None = None, top_k: int | None = None
-    ) -> None:
-        part = EarlyExitBackend(target, layers)
-        super().__init__(part, f"early_exit:{layers}", temperature=temperature, top_k=top_k)
-
-
-class QuantizedModel(SelfDraftModel):
-    """The target with weights of 4 or 8 bits as a draft model; `part` is the quantized model where it is made already.
-
-    Inside a draft it reads keys that its own layers wrote. In the next round the accepted tokens have the target's
-    keys, and after the same text it has other probabilities. That matters only to rules that remember earlier rounds.
-    """
-
-    stationary = False
-
-    def __init__(
-        self,
-        target: SlotBackend,
-        bits: int,
-        *,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        part: SlotBackend | None = None,
-    ) -> None:
-        form = QuantizedBackend(target, bits, part)
-        super().__init__(form, f"quantized:{bits}", temperature=temperature, top_k=top_k)
 
 
 def self_drafter(model: SelfDraftModel, stopper: Stopper, *, chains: int = 1) -> Drafter:

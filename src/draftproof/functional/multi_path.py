@@ -135,14 +135,9 @@ def multi_path_verify(
 ) -> PathVerdict:
     """Greedy multi-path block verification of K i.i.d. chains of one length; lossless.
 
-    Args:
-        tokens: drafted token ids; they are copied to the host once, to merge equal prefixes.
-        q: the distribution each token was drawn from; equal prefixes have equal rows.
-        p: the target's distribution before each drafted token and after the last one.
-        rng: source of all randomness.
-        validate: check shapes, ranges and normalisation first.
-        joint: use the distribution of the whole selected path, as the paper does; else the rows at each node are those
-            given how many chains pass through it, which accepts less and allows chains that stop early.
+    `joint` uses the distribution of the whole selected path, as the paper does; else the rows at each node are those
+    given how many chains pass through it, which accepts less and allows chains that stop early. Other arguments and
+    errors: see `spectr_verify`.
 
     Source: Thomas and Pal 2026, arXiv 2602.16961.
     """

@@ -27,17 +27,8 @@ def multi_round_on_tries(
 
     Each draw is tested against its own row of q, so the draws at a node may have different distributions: point masses
     (q = None) may branch, and draws without replacement whose rows are already renormalised need no option.
-
-    Args:
-        tries: the drafts.
-        q: rows that `tries.q_row` points into; None for point masses.
-        p: rows that `tries.p_row` points into.
-        rng: source of all randomness.
-        replacement: False when siblings were drawn without replacement and their rows of q are not renormalised.
-        validate: check rows and tokens first.
-
-    Raises:
-        ValueError: `validate` found a mistake; the message names the row.
+    `replacement` is False when siblings were drawn without replacement and their rows are not renormalised. Other
+    arguments and errors: see `spectr_on_tries`.
 
     Source: Miao et al. 2023 (SpecInfer, arXiv 2305.09781), algorithm 2.
     """

@@ -164,21 +164,12 @@ class Tries:
         return torch.zeros(kids.shape[0], p.shape[-1], dtype=p.dtype, device=p.device).scatter_(-1, tokens, 1)
 
     def path_verdict(self, at: Int[Tensor, " B"], token: Int[Tensor, " B"]) -> PathVerdict:
-        """The verdict as a number of tokens of a chain.
-
-        Args:
-            at: the last accepted slot of each row.
-            token: the bonus token of each row.
-        """
+        """The verdict as a number of tokens of a chain, from the last accepted slot and the bonus token of each row."""
         slot = at.unsqueeze(-1)
         return PathVerdict(self.chain.gather(1, slot).squeeze(-1), self.depth.gather(1, slot).squeeze(-1), token)
 
     def check(self, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"]) -> None:
-        """Check that all rows are distributions over one vocabulary and that every token can come from its row of q.
-
-        Raises:
-            ValueError: naming the first bad row or slot.
-        """
+        """Check that all rows are distributions over one vocabulary, and that every token can come from its q."""
         check_rows("p", p)
         inside = self.depth > 0
         check_tokens(self.tokens, p.shape[-1], inside)
@@ -277,11 +268,7 @@ Rule = Callable[
 def verify_tries(
     rule: Rule, tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], *, rng: Rng, validate: bool
 ) -> NodeVerdict:
-    """Check the inputs where `validate` is true, apply the rule, and return its verdict in terms of nodes.
-
-    Raises:
-        ValueError: `validate` found a mistake; the message names the row.
-    """
+    """Check the inputs where `validate` is true, apply the rule, and return its verdict in terms of nodes."""
     if validate:
         tries.check(q, p)
     at, token = rule(tries, q, p, rng)
@@ -299,11 +286,7 @@ def verify_chains(
     validate: bool,
     once: bool = False,
 ) -> PathVerdict:
-    """Merge K chains per row into tries and apply the rule; `once` as for `Tries.from_chains`.
-
-    Raises:
-        ValueError: `validate` found a mistake; the message names the row.
-    """
+    """Merge K chains per row into tries and apply the rule; `once` as for `Tries.from_chains`."""
     if validate:
         check_chain(tokens, q, p, lengths)
     tries = Tries.from_chains(tokens, lengths, once=once)
@@ -311,11 +294,7 @@ def verify_chains(
 
 
 def refuse_branching_points(tries: Tries, q: Float[Tensor, "rows V"] | None) -> None:
-    """Refuse point masses that branch, for rules that need i.i.d. draws at a node.
-
-    Raises:
-        ValueError: naming the rules that can use such drafts.
-    """
+    """Refuse point masses that branch, for rules that need i.i.d. draws at a node."""
     if q is None and tries.branching:
         raise ValueError(
             "a point-mass draft branches: its tokens are no i.i.d. draws; use multi_round or traversal, or pass q"

@@ -77,16 +77,8 @@ def trie_block_on_tries(
 ) -> NodeVerdict:
     """Trie block verification on explicit tries; lossless when the draws at a node are i.i.d.
 
-    Args:
-        tries: the drafts; the draws at a slot share one row of q. A slot without draws is a leaf: it is accepted with
-            its weight and followed by a token from p. So a chain may stop at any length.
-        q: rows that `tries.q_row` points into; None for point masses without branches.
-        p: rows that `tries.p_row` points into.
-        rng: source of all randomness.
-        validate: check rows and tokens first.
-
-    Raises:
-        ValueError: point masses that branch, or `validate` found a mistake; the message names the row.
+    A slot without draws is a leaf: it is accepted with its weight and followed by a token from p. So a chain may stop
+    at any length. Arguments and errors: see `spectr_on_tries`.
     """
     return verify_tries(_trie_block, tries, q, p, rng=rng, validate=validate)
 

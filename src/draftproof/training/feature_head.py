@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from draftproof import models
-from draftproof.backends.heads.feature_head import refuse_other_target
+from draftproof.backends.heads.feature_head import FeatureBackend, refuse_other_target
 from draftproof.backends.heads.feature_net import WEIGHTS, FeatureConfig, FeatureNet, load_net, save_net
 from draftproof.backends.heads.published.eagle3 import eagle3_backend
 from draftproof.backends.heads.published.peagle import PEagleBackend
@@ -25,7 +25,6 @@ from draftproof.backends.loading.by_name import load_backend, refuse_gguf
 from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.backends.model_info import end_tokens
 from draftproof.drafters.base import Drafter
-from draftproof.drafters.feature_head import FeatureModel, feature_drafter
 from draftproof.drafters.head import FollowingModel, following_drafter
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
@@ -306,7 +305,8 @@ class _FeatureRun:
     def _drafter(self, net: Net) -> Drafter:
         """A drafter of four tokens from the head as it is stored."""
         if isinstance(net, FeatureNet):
-            return feature_drafter(FeatureModel(self.target, _as_stored(net)), FixedLength(4))
+            model = FollowingModel(FeatureBackend(self.target, _as_stored(net)), self.target)
+            return following_drafter(model, FixedLength(4), "feature_head")
         with tempfile.TemporaryDirectory() as folder:
             self.save(net, Path(folder))
             read = PEagleBackend if isinstance(net, PEagleModule) else eagle3_backend
