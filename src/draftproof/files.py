@@ -308,6 +308,24 @@ def whole_file(out: Path, *, durable: bool = False) -> Iterator[Path]:
         work.unlink(missing_ok=True)
 
 
+def write_text(out: Path, text: str) -> None:
+    """Write a text file, whole or not at all."""
+    with whole_file(out) as work:
+        work.write_text(text, encoding="utf-8")
+
+
+def write_json(out: Path, content: Any) -> None:
+    """Write indented JSON, whole or not at all."""
+    write_text(out, json.dumps(content, indent=2) + "\n")
+
+
+def remembered(file: Path, make: Callable[[], Any]) -> Any:
+    """The value of a JSON file, which is made and written if it does not exist; so a resumed run repeats nothing."""
+    if not file.exists():
+        write_text(file, json.dumps(make()) + "\n")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
 @contextmanager
 def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Hold the lock of the file `path`: of several processes or threads, one is in the block at a time.

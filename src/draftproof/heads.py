@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from draftproof.errors import UserError, reason
+from draftproof.errors import UserError, reason, refuse_unknown
 
 KINDS = ("acceptance", "log_ratio", "verifier")
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -57,8 +57,7 @@ class HeadConfig:
     threshold: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UserError(f"kind of a head: expected one of {', '.join(KINDS)}, got {self.kind!r}")
+        refuse_unknown("kind of a head", self.kind, KINDS)
         if self.hidden_size < 1 or not 0 <= self.depth <= 64:
             raise UserError(
                 f"head: expected a width of 1 or more and a depth of 0 to 64, got {self.hidden_size} and {self.depth}"

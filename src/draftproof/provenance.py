@@ -250,8 +250,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write indented JSON."""
-    path.write_text(json.dumps(content, indent=2, sort_keys=False) + "\n", encoding="utf-8")

@@ -10,8 +10,8 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from draftproof.errors import UserError
-from draftproof.files import whole_file
-from draftproof.provenance import KEY, header, write_json
+from draftproof.files import whole_file, write_json, write_text
+from draftproof.provenance import KEY, header
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
@@ -82,10 +82,8 @@ class Results:
     def write(self, out: Path) -> list[Path]:
         """Write OUT.md and OUT.json; returns both paths."""
         page, figures = (out.parent / f"{out.name}{ending}" for ending in (".md", ".json"))
-        with whole_file(page) as work:
-            work.write_text(self.markdown(), encoding="utf-8")
-        with whole_file(figures) as work:
-            write_json(work, self.to_dict())
+        write_text(page, self.markdown())
+        write_json(figures, self.to_dict())
         return [page, figures]
 
 

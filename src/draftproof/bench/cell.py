@@ -23,7 +23,7 @@ from draftproof.engine.registry import (
     make_verifier,
     why_not,
 )
-from draftproof.errors import UserError, refuse_below_one
+from draftproof.errors import UserError, refuse_below_one, refuse_unknown
 from draftproof.provenance import digest
 from draftproof.sampling import SamplingParams
 from draftproof.testing import TableModel
@@ -77,11 +77,9 @@ class Cell:
     def __post_init__(self) -> None:
         refuse_below_one(max_tokens=self.max_tokens)
         read_draft_dtype(self.draft_dtype, self.dtype)
-        if self.engine not in ENGINES:
-            raise UserError(f"engine: expected one of {', '.join(ENGINES)}, got {self.engine!r}")
+        refuse_unknown("engine", self.engine, ENGINES)
         object.__setattr__(self, "backend", current_name(self.backend))
-        if self.backend not in BACKENDS:
-            raise UserError(f"backend: expected one of {', '.join(BACKENDS)}, got {self.backend!r}")
+        refuse_unknown("backend", self.backend, BACKENDS)
         for name in _REAL:  # 1 and 1.0 are one cell
             object.__setattr__(self, name, float(getattr(self.params, name)))
 
@@ -165,9 +163,8 @@ def matrix(*, strict: bool = False, **lists: Any) -> Matrix:
     values for fields of `Cell`.
     """
     known = [field.name for field in fields(Cell)]
-    unknown = sorted(set(lists) - set(known))
-    if unknown:
-        raise UserError(f"field of a cell: expected one of {', '.join(known)}, got {unknown[0]!r}")
+    for name in sorted(lists):
+        refuse_unknown("field of a cell", name, known)
     each = {name: _as_list(name, values) for name, values in lists.items()}
     cells: dict[Cell, None] = {}
     left_out: dict[Cell, str] = {}

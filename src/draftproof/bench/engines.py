@@ -29,7 +29,7 @@ from draftproof.bench.questions import read_questions
 from draftproof.bench.report import speed
 from draftproof.engine.engine import Engine
 from draftproof.engine.stats import Stats
-from draftproof.errors import UserError, refuse_below_one
+from draftproof.errors import UserError, refuse_below_one, refuse_unknown
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts, shown_options, without_directory
 from draftproof.results import Results, table
@@ -76,8 +76,7 @@ class EngineComparison:
     repeats: int = 6
 
     def __post_init__(self) -> None:
-        if self.other not in worker.WORKERS:
-            raise UserError(f"other engine: expected one of {', '.join(worker.WORKERS)}, got {self.other!r}")
+        refuse_unknown("other engine", self.other, worker.WORKERS)
         refuse_below_one(batch=min(self.batch), tokens=self.tokens, repeats=self.repeats)
 
 

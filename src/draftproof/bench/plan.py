@@ -13,10 +13,10 @@ from draftproof.bench.cell import ENGINES, OURS, Cell, matrix
 from draftproof.bench.competitors import GRIDS, search
 from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import Question, read_questions
-from draftproof.errors import UserError
+from draftproof.errors import refuse_unknown
+from draftproof.files import remembered
 from draftproof.progress import Watch, silent
 from draftproof.provenance import digest
-from draftproof.training.sweep import remembered
 
 SETTINGS = "settings"  # folder with the results of searches, inside the folder of a run
 SEARCH_QUESTIONS = 3  # of all data sets together
@@ -151,8 +151,8 @@ PROFILES = {
 
 def parts(options: BenchOptions, profile: str | None) -> tuple[list[BenchOptions], list[str]]:
     """Complete options for each part of a benchmark, the user's first, and notes on what was left out."""
-    if profile is not None and profile not in PROFILES:
-        raise UserError(f"profile: expected one of {', '.join(PROFILES)}, got {profile!r}")
+    if profile is not None:
+        refuse_unknown("profile", profile, PROFILES)
     sizes = BenchOptions() if profile is None else PROFILES[profile].sizes
     if profile is None or options.target is not None:
         return [_complete(options.over(sizes))], []
@@ -201,9 +201,7 @@ def plan(
         ours |= dict.fromkeys(cells)
         notes += [f"left out {cell.method}: {why}" for cell, why in left_out]
         for engine in part.competitor or ():
-            if engine not in ENGINES or engine == OURS:
-                legal = ", ".join(name for name in ENGINES if name != OURS)
-                raise UserError(f"competitor: expected one of {legal}, got {engine!r}")
+            refuse_unknown("competitor", engine, (name for name in ENGINES if name != OURS))
             lists = _shared_lists(part)
             theirs |= dict.fromkeys(matrix(**lists, draft=part.draft, engine=engine, strict=True).cells)
     tuned, found = _tuned(list(theirs), questions, out, partial(search, cache, watch=watch))

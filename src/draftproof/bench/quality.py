@@ -16,9 +16,8 @@ from draftproof.bench.measures import first, paired, question_and_seed
 from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import Question
 from draftproof.bench.record import Record
-from draftproof.files import whole_file
+from draftproof.files import write_json
 from draftproof.progress import Watch, silent
-from draftproof.provenance import write_json
 from draftproof.sampling import SamplingParams
 from draftproof.training.features import ModelPair
 from draftproof.training.metrics import rouge_scores
@@ -55,8 +54,7 @@ def score(
             question = by_id[record.cell.dataset, record.question]
             known[name_of(record)] = log_likelihood(cache, record.cell, question, record.answer.token_ids)
             tick(number, tokens=record.answer.tokens)
-    with whole_file(out / FILE) as work:
-        write_json(work, known)
+    write_json(out / FILE, known)
 
 
 def read_scores(out: Path) -> Scores:

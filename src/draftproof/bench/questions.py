@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftproof.errors import UserError, reason
+from draftproof.errors import UserError, reason, refuse_unknown
 from draftproof.provenance import digest
 from draftproof.training.data import FORMS, parse_json, read_text
 
@@ -171,6 +171,6 @@ def _hub_rows(spec: str) -> list[dict[str, Any]]:
         raise UserError(
             f"cannot load {name!r} from the hub: {reason(cause)}; a data set is named hub:OWNER/NAME[:SPLIT[:COLUMN]]"
         ) from cause
-    if column and column not in names:
-        raise UserError(f"column of {name}: expected one of {', '.join(names)}, got {column!r}")
+    if column:
+        refuse_unknown(f"column of {name}", column, names)
     return [{"prompt": row[column]} if column else dict(row) for row in loaded]

@@ -16,8 +16,8 @@ from draftproof.bench.estimate import FEWEST, LEVEL, RESAMPLES, Estimate
 from draftproof.bench.record import Record
 from draftproof.bench.summary import BASES, PLAIN, Setting, Summary, summarize
 from draftproof.errors import UserError
-from draftproof.files import whole_file
-from draftproof.provenance import KEY, header, write_json
+from draftproof.files import write_json, write_text
+from draftproof.provenance import KEY, header
 from draftproof.results import finite, new_figure, save_figure, table
 
 REPORT, FIGURES = "report.md", "figures.json"
@@ -43,10 +43,8 @@ def write_report(out: Path, *, plots: bool = True) -> list[Summary]:
     if not found:
         raise UserError(f"{out} holds no record yet: repeat the command of its run")
     drawn = write_plots(by_setting(found), out) if plots else []
-    with whole_file(out / REPORT) as work:
-        work.write_text(markdown(found, metadata, drawn), encoding="utf-8")
-    with whole_file(out / FIGURES) as work:
-        write_json(work, finite({KEY: metadata[KEY], "methods": [one.to_dict() for one in found]}))
+    write_text(out / REPORT, markdown(found, metadata, drawn))
+    write_json(out / FIGURES, finite({KEY: metadata[KEY], "methods": [one.to_dict() for one in found]}))
     return found
 
 

@@ -19,7 +19,7 @@ from draftproof.backends.base import Backend
 from draftproof.bench.model_cache import ModelCache
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import make_drafter, make_verifier
-from draftproof.errors import UserError, refuse_below_one
+from draftproof.errors import UserError, refuse_below_one, refuse_unknown
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts, shown_options, without_directory
 from draftproof.results import Results, mean_and_error, table
@@ -88,8 +88,7 @@ class RuleComparison:
 
     def __post_init__(self) -> None:
         for rule in self.rules:
-            if rule not in (*SINGLE, *SEVERAL):
-                raise UserError(f"rule: expected one of {', '.join((*SINGLE, *SEVERAL))}, got {rule!r}")
+            refuse_unknown("rule", rule, (*SINGLE, *SEVERAL))
         refuse_below_one(n=min(self.lengths), drafts=min(self.drafts), seeds=self.seeds, tokens=self.tokens)
         if min(self.synthetic, default=2) < 2:
             raise UserError(f"synthetic vocabulary: expected 2 tokens or more, got {min(self.synthetic)}")

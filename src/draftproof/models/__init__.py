@@ -16,7 +16,7 @@ from draftproof.embedded import draft_dir, fast_draft_dir, stories_draft_dir, st
 from draftproof.errors import UserError, reason
 from draftproof.models.download import Packaged, Progress, Report, fetch, refuse_without_gguf
 from draftproof.models.found import is_file_name, obtain_file, resolve_file
-from draftproof.models.layers import PROVENANCE, write_json, write_truncated
+from draftproof.models.layers import PROVENANCE, write_truncated
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _WHAT_TO_DO = "set DRAFTPROOF_HOME to a folder of your own, or change its owner or mode"
@@ -256,4 +256,4 @@ def _refuse_offline(name: str, forbidden: bool | None) -> None:
 def _write_provenance(out: Path, name: str, origin: dict[str, Any]) -> None:
     made_with = {package: version(package) for package in ("draftproof", "torch", "transformers")}
     licence = REGISTRY[name].licence
-    write_json(out / PROVENANCE, {"name": name, "licence": licence, **origin, "made_with": made_with})
+    files.write_json(out / PROVENANCE, {"name": name, "licence": licence, **origin, "made_with": made_with})

@@ -51,7 +51,7 @@ def write_truncated(source: Path, keep: Sequence[int], out: Path) -> None:
     _check_layers(keep, int(config.get("num_hidden_layers", 0)))
     tensors = _kept(_read_tensors(source), keep)
     _copy_companions(source, out)
-    write_json(out / "config.json", _truncated_config(config, keep))
+    files.write_json(out / "config.json", _truncated_config(config, keep))
     save_file(tensors, out / _WEIGHTS, metadata={"format": "pt"})
 
 
@@ -105,8 +105,3 @@ def _copy_companions(source: Path, out: Path) -> None:
         untrue = path.name in {"config.json", _INDEX, PROVENANCE}
         if path.suffix in {".json", ".jinja", ".txt", ".model"} and not untrue:
             shutil.copyfile(path, out / path.name)
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file that people can read, too."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

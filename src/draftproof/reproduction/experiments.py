@@ -6,7 +6,6 @@ only times differ.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,8 +17,8 @@ from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import read_questions, shipped
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import make_drafter, reads_draft
-from draftproof.errors import UserError
-from draftproof.files import whole_file
+from draftproof.errors import UserError, refuse_unknown
+from draftproof.files import remembered
 from draftproof.provenance import digest
 from draftproof.reproduction.expected_accepted import Recorder
 from draftproof.rng import fold
@@ -159,10 +158,7 @@ class Experiments:
         file = self.folder / f"{kind}-{digest(FORMAT, kind, described)[:16]}.json"
         if not file.exists():
             self._notify(_line(kind, described))
-            made = make()
-            with whole_file(file) as work:
-                work.write_text(json.dumps({"key": described, "rows": made}) + "\n", encoding="utf-8")
-        return json.loads(file.read_text(encoding="utf-8"))["rows"]
+        return remembered(file, lambda: {"key": described, "rows": make()})["rows"]
 
     def runs(self, run: PlannedRun) -> list[Row]:
         """A row for each prompt and seed: counts, seconds, token ids."""
@@ -185,8 +181,7 @@ class Experiments:
 
     def prompts(self, name: str, count: int, dataset: str = OPENINGS) -> list[list[int]]:
         """Prompts of a shipped data set as token ids of a model, cut to PROMPT tokens."""
-        if dataset not in shipped():
-            raise UserError(f"data set: expected one of {', '.join(shipped())}, got {dataset!r}")
+        refuse_unknown("data set", dataset, shipped())
         texts = [question.prompt for question in read_questions(dataset, count)]
         if len(texts) < count:
             raise UserError(f"{dataset} has {len(texts)} questions: {count} are needed")

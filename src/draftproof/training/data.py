@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftproof.errors import UserError, reason
+from draftproof.errors import UserError, reason, refuse_unknown
 from draftproof.files import home, whole_file
 from draftproof.provenance import digest
 
@@ -87,8 +87,7 @@ def read_examples(
         form: how texts are separated in a .txt file.
         opening: number of sentences of a text that are its prompt, 0 for all; None is 1 for .txt and 0 for .jsonl.
     """
-    if form not in FORMS:
-        raise UserError(f"form: expected one of {', '.join(FORMS)}, got {form!r}")
+    refuse_unknown("form", form, FORMS)
     found: dict[Example, None] = {}
     sources = []
     for file in map(Path, files):

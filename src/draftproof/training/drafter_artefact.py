@@ -14,9 +14,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from draftproof.backends.loading.by_name import load_backend, load_model
-from draftproof.files import whole_directory
+from draftproof.files import whole_directory, write_json
 from draftproof.progress import Watch, silent
-from draftproof.provenance import FILE, fingerprint, model_name, provenance, write_json
+from draftproof.provenance import FILE, fingerprint, model_name, provenance
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.training import distil

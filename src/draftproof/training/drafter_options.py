@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from draftproof.errors import UserError, reason, refuse_below_one
+from draftproof.errors import UserError, reason, refuse_below_one, refuse_unknown
 from draftproof.files import refuse_existing
 from draftproof.training.distil import LOSSES
 from draftproof.training.loop import TrainingPlan
@@ -107,10 +107,8 @@ class Imitation:
     share: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.loss not in LOSSES:
-            raise UserError(f"loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}")
-        if self.policy not in POLICIES:
-            raise UserError(f"policy: expected one of {', '.join(POLICIES)}, got {self.policy!r}")
+        refuse_unknown("loss", self.loss, LOSSES)
+        refuse_unknown("policy", self.policy, POLICIES)
         if not 0 < self.share <= 1:
             raise UserError(f"share of continuations: expected more than 0, up to 1, got {self.share:g}")
 
@@ -160,9 +158,8 @@ class DrafterJob:
         refuse_below_one(rows=self.rows, held_out_tokens=self.held, **counts)
         if self.length < PROMPT + 2:
             raise UserError(f"length: expected {PROMPT + 2} or more, got {self.length}")
-        for name, legal in (("precision", PRECISIONS), ("stored", (*PRECISIONS, "float16"))):
-            if getattr(self, name) not in legal:
-                raise UserError(f"{name}: expected one of {', '.join(legal)}, got {getattr(self, name)!r}")
+        refuse_unknown("precision", self.precision, PRECISIONS)
+        refuse_unknown("stored", self.stored, (*PRECISIONS, "float16"))
         refuse_existing(self.out)
 
     @property

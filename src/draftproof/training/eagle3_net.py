@@ -19,7 +19,7 @@ from torch.nn.functional import rms_norm, silu
 
 from draftproof.backends.heads.feature_net import CONFIG, EPS, WEIGHTS, FeatureConfig, rotary, rotate
 from draftproof.errors import UserError
-from draftproof.provenance import write_json
+from draftproof.files import write_json
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _VERSION = "0.9.0"  # of the package whose layout this is

@@ -28,9 +28,9 @@ from draftproof.drafters.base import Drafter
 from draftproof.drafters.head import FollowingModel, following_drafter
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
-from draftproof.files import whole_directory
+from draftproof.files import whole_directory, write_json
 from draftproof.progress import Watch, silent
-from draftproof.provenance import FILE, digest, file_digest, fingerprint, provenance, write_json
+from draftproof.provenance import FILE, digest, file_digest, fingerprint, provenance
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.training.data import DataFile, Example, cache_folder, read_examples, split

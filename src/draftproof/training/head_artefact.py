@@ -12,10 +12,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from draftproof.files import whole_directory
+from draftproof.files import remembered, whole_directory, write_json
 from draftproof.heads import Head, HeadConfig, save_head
 from draftproof.progress import Watch, silent
-from draftproof.provenance import FILE, digest, model_name, provenance, write_json
+from draftproof.provenance import FILE, digest, model_name, provenance
 from draftproof.theory.cost import PassCosts
 from draftproof.training import sprinter, sweep
 from draftproof.training.features import JudgeRows
@@ -23,7 +23,7 @@ from draftproof.training.head_options import HeadJob
 from draftproof.training.heads import evaluate_head, train_head
 from draftproof.training.loop import Record
 from draftproof.training.pair_data import PairData
-from draftproof.training.sweep import Trial, remembered
+from draftproof.training.sweep import Trial
 
 METRICS = "metrics.json"
 RULES = {"acceptance": "token", "log_ratio": "block"}  # the verification rule whose acceptance a kind of head predicts

@@ -6,13 +6,13 @@ number only. So an interrupted run can be continued, with the same responses as 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from draftproof.engine.engine import Engine
-from draftproof.files import whole_file
+from draftproof.files import remembered
 from draftproof.progress import Watch, silent
 from draftproof.provenance import digest
 from draftproof.rng import fold
@@ -58,10 +58,7 @@ def sample_responses(
             file = folder / f"{number:06d}.json"
             batch = rows[start : start + size]
             fresh = not file.exists()
-            if fresh:
-                with whole_file(file) as work:
-                    work.write_text(json.dumps(_sample(engine, batch, params, seed, start)), encoding="utf-8")
-            made = json.loads(file.read_text(encoding="utf-8"))
+            made = remembered(file, partial(_sample, engine, batch, params, seed, start))
             found += [Response(tuple(row), tuple(tokens)) for row, tokens in zip(batch, made, strict=True)]
             tick(number + 1, tokens=sum(map(len, made)) if fresh else 0)
     return found

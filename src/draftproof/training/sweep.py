@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from draftproof.drafters.model import ModelDrafter
@@ -14,8 +12,7 @@ from draftproof.engine.engine import Engine
 from draftproof.engine.registry import make_verifier
 from draftproof.engine.request import Output
 from draftproof.engine.stats import Stats
-from draftproof.errors import UserError
-from draftproof.files import whole_file
+from draftproof.errors import refuse_unknown
 from draftproof.heads import Head
 from draftproof.progress import Watch, silent
 from draftproof.rng import fold
@@ -111,8 +108,7 @@ def fixed_table(trial: Trial, rule: str, *, watch: Watch = silent) -> list[dict[
 def head_table(trial: Trial, head: Head, rule: str, *, watch: Watch = silent) -> list[dict[str, Any]]:
     """Rates of one head at every threshold."""
     kinds: dict[str, Callable[[Head, float], Stopper]] = {"acceptance": Acceptance, "log_ratio": Ratio}
-    if head.config.kind not in kinds:
-        raise UserError(f"kind of head: expected one of {', '.join(kinds)}, got {head.config.kind!r}")
+    refuse_unknown("kind of head", head.config.kind, kinds)
     make = kinds[head.config.kind]
     return _table(trial, rule, {("threshold", h): make(head, h) for h in THRESHOLDS}, watch)
 
@@ -126,15 +122,6 @@ def _table(
             made.append({name: value, **trial.rates(stopper, rule)})
             tick(number, tokens=int(made[-1]["tokens"]))
     return made
-
-
-def remembered(file: Path, make: Callable[[], Any]) -> Any:
-    """The content of a JSON file, which is made and written if it does not exist; so a resumed run repeats nothing."""
-    if not file.exists():
-        made = make()
-        with whole_file(file) as work:
-            work.write_text(json.dumps(made), encoding="utf-8")
-    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def with_latency(rows: Sequence[dict[str, Any]], costs: PassCosts) -> list[dict[str, Any]]:
