@@ -22,25 +22,14 @@ class _Node:
 
 
 class BadWords:
-    """Token sequences that no output completes.
-
-    Args:
-        sequences: each of one token or more.
-
-    Attributes:
-        sequences: each once.
-        single: those of one token, which are illegal anywhere.
-        several: whether there are longer ones.
-        longest: tokens before the last one that have to be known.
-        bounds: the least and the largest token; None where there is none.
-    """
+    """Token sequences, each of one token or more, that no output completes."""
 
     def __init__(self, sequences: Sequence[Sequence[int]] = ()) -> None:
-        self.sequences = tuple(dict.fromkeys(tuple(each) for each in sequences))
-        self.single = tuple(sorted(each[0] for each in self.sequences if len(each) == 1))
+        self.sequences = tuple(dict.fromkeys(tuple(each) for each in sequences))  # each once
+        self.single = tuple(sorted(each[0] for each in self.sequences if len(each) == 1))  # illegal anywhere
         longer = [each for each in self.sequences if len(each) > 1]
         self.several = bool(longer)
-        self.longest = max(map(len, longer), default=1) - 1
+        self.longest = max(map(len, longer), default=1) - 1  # tokens before the last one that have to be known
         ids = set(chain.from_iterable(self.sequences))
         self.bounds = (min(ids), max(ids)) if ids else None
         self._root = _tree(longer)

@@ -33,28 +33,16 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Kind and shape of a head, and the models it was trained for.
+    """Kind and shape of a head, and the models it was trained for."""
 
-    Attributes:
-        kind: acceptance, log_ratio or verifier.
-        hidden_size: width of the draft model's last hidden state.
-        draft: the draft model it was trained on.
-        target: the target model that its labels came from.
-        depth: residual blocks before the output layer; 0 is a linear head.
-        shared_blocks: whether all blocks share one set of weights, as in the published code of SpecDec++.
-        reads_draw: whether log q(y) is a further input (kind verifier only, since the state before y does not depend on
-            y).
-        threshold: the default threshold of its stopper; each stopper defines its meaning.
-    """
-
-    kind: str
-    hidden_size: int
-    draft: str
-    target: str
-    depth: int = 3
-    shared_blocks: bool = False
-    reads_draw: bool = False
-    threshold: float = 0.5
+    kind: str  # acceptance, log_ratio or verifier
+    hidden_size: int  # width of the draft model's last hidden state
+    draft: str  # the draft model it was trained on
+    target: str  # the target model that its labels came from
+    depth: int = 3  # residual blocks before the output layer; 0 is a linear head
+    shared_blocks: bool = False  # whether all blocks share one set of weights, as in the published code of SpecDec++
+    reads_draw: bool = False  # whether log q(y) is a further input; verifiers only
+    threshold: float = 0.5  # the default threshold of its stopper; each stopper defines its meaning
 
     def __post_init__(self) -> None:
         refuse_unknown("kind of a head", self.kind, KINDS)

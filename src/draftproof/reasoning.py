@@ -39,21 +39,13 @@ MOST_BLANK = 4  # tokens that a template may write after a marker
 
 @dataclass(frozen=True)
 class ReasoningMarkers:
-    """The markers of a model.
+    """The markers of a model."""
 
-    Attributes:
-        begin: id of the token that reasoning begins with.
-        end: id of the token that it ends with.
-        opening: ids that follow the first one and belong to it.
-        turn: ids between the end of the reasoning and what follows.
-        answer: ids of the header of an answer.
-    """
-
-    begin: int
-    end: int
-    opening: tuple[int, ...] = ()
-    turn: tuple[int, ...] = ()
-    answer: tuple[int, ...] = ()
+    begin: int  # id of the token that reasoning begins with
+    end: int  # id of the token that it ends with
+    opening: tuple[int, ...] = ()  # ids that follow the first one and belong to it
+    turn: tuple[int, ...] = ()  # ids between the end of the reasoning and what follows
+    answer: tuple[int, ...] = ()  # ids of the header of an answer
 
     @property
     def first(self) -> tuple[int, ...]:

@@ -56,19 +56,12 @@ def mean_and_error(values: Sequence[float], digits: int) -> str:
 
 @dataclass(frozen=True)
 class Results:
-    """The results of a measurement, ready to be printed and written.
+    """The results of a measurement, ready to be printed and written."""
 
-    Attributes:
-        title: of the page.
-        lines: Markdown below the header: remarks and tables.
-        figures: the same figures with the raw measurements, as values for JSON.
-        facts: from `draftproof.provenance.run_facts`, at the beginning of the run.
-    """
-
-    title: str
-    lines: Sequence[str]
-    figures: Mapping[str, Any]
-    facts: Mapping[str, Any]
+    title: str  # of the page
+    lines: Sequence[str]  # Markdown below the header: remarks and tables
+    figures: Mapping[str, Any]  # the same figures with the raw measurements, as values for JSON
+    facts: Mapping[str, Any]  # from `draftproof.provenance.run_facts`, at the beginning of the run
 
     def markdown(self) -> str:
         """The whole page."""

@@ -41,34 +41,20 @@ _REAL = ("temperature", "top_p")
 
 @dataclass(frozen=True)
 class Cell:
-    """One composition on one data set with one seed.
+    """One composition on one data set with one seed."""
 
-    Attributes:
-        target: registered name, hub id, directory or .gguf file.
-        draft: named likewise, where something reads one.
-        drafter: with its argument, so with K: "none", "model", "chains:4", "ngram:8".
-        stopper: with its argument, so with n: "fixed:4"; "" where the drafter has none.
-        verifier: the rule; "" where nothing is verified.
-        engine: a name of ENGINES.
-        setting: options of another engine beside its defaults, as "name=value,name=value".
-        dtype, backend: of the models; only our engine has a backend.
-        draft_dtype: of the draft model or head, where it has another one; "int8" and "int4" quantize its weights.
-        dataset: name of the questions.
-        temperature, top_k, top_p, max_tokens, seed: as in SamplingParams.
-    """
-
-    target: str
-    draft: str | None = None
-    drafter: str = "none"
-    stopper: str = ""
-    verifier: str = ""
-    engine: str = OURS
-    setting: str = ""
-    dtype: str = "auto"
-    draft_dtype: str = "auto"
-    backend: str = "auto"
-    dataset: str = ""
-    temperature: float = 0.0
+    target: str  # registered name, hub id, directory or .gguf file
+    draft: str | None = None  # named likewise, where something reads one
+    drafter: str = "none"  # with its argument, so with K: "model", "chains:4", "ngram:8"
+    stopper: str = ""  # with its argument, so with n: "fixed:4"; "" where the drafter has none
+    verifier: str = ""  # the rule; "" where nothing is verified
+    engine: str = OURS  # a name of ENGINES
+    setting: str = ""  # of another engine beside its defaults, "name=value,name=value"
+    dtype: str = "auto"  # of the models
+    draft_dtype: str = "auto"  # of the draft model or head, where it has another one; "int8" and "int4" quantize
+    backend: str = "auto"  # of the models; only our engine has one
+    dataset: str = ""  # name of the questions
+    temperature: float = 0.0  # this and the following as in SamplingParams
     top_k: int = 0
     top_p: float = 1.0
     max_tokens: int = 64

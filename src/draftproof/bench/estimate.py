@@ -25,20 +25,13 @@ Statistic = Callable[[Float[Tensor, "draws columns"]], Float[Tensor, " draws"]] 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with its interval.
+    """A figure with its interval."""
 
-    Attributes:
-        value: of what was measured.
-        low, high: ends of the interval; equal to an exact value, and nan if there are too few units for an interval.
-        count: number of independent units (questions, prompts) it is computed from; 0 for an exact value.
-        level: of confidence; 1 for an exact value.
-    """
-
-    value: float
-    low: float
+    value: float  # of what was measured
+    low: float  # ends of the interval; equal to an exact value, nan if there are too few units for an interval
     high: float
-    count: int
-    level: float = LEVEL
+    count: int  # number of independent units (questions, prompts) it is computed from; 0 for an exact value
+    level: float = LEVEL  # of confidence; 1 for an exact value
 
     @classmethod
     def exact(cls, value: float) -> Estimate:

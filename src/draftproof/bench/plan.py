@@ -90,18 +90,12 @@ DEFAULTS = BenchOptions(
 
 @dataclass(frozen=True)
 class BenchProfile:
-    """A prepared set of options; `about` says how long it takes.
-
-    Attributes:
-        sizes: options for a target that the user names, and for SmolLM2-135M, measured where it was pulled.
-        embedded: other values of these options for the pair inside the package.
-        embedded_parts, pulled_parts: the parts of both.
-    """
+    """A prepared set of options; `about` says how long it takes."""
 
     about: str
-    sizes: BenchOptions
-    embedded: BenchOptions
-    embedded_parts: tuple[BenchOptions, ...]
+    sizes: BenchOptions  # for a target that the user names, and for SmolLM2-135M, measured where it was pulled
+    embedded: BenchOptions  # other values of these options for the pair inside the package
+    embedded_parts: tuple[BenchOptions, ...]  # the parts of both
     pulled_parts: tuple[BenchOptions, ...]
 
 

@@ -24,21 +24,13 @@ SHORTEST = 8  # words; a shorter text is a heading
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt of a data set.
+    """One prompt of a data set."""
 
-    Attributes:
-        id: within its data set.
-        dataset: the data set's name.
-        turns: messages of a user, turn by turn; the first is the question.
-        chat: whether it is a user's message to a chat model; otherwise it is a text to be continued.
-        category: in its data set, "" if there is none.
-    """
-
-    id: str
-    dataset: str
-    turns: tuple[str, ...]
-    chat: bool = True
-    category: str = ""
+    id: str  # within its data set
+    dataset: str  # the data set's name
+    turns: tuple[str, ...]  # messages of a user, turn by turn; the first is the question
+    chat: bool = True  # whether it is a user's message to a chat model; otherwise it is a text to be continued
+    category: str = ""  # in its data set, "" if there is none
 
     @property
     def prompt(self) -> str:

@@ -36,20 +36,13 @@ class Derived:
     probability 0.56 (sum of min(p, q) at temperature 1, over 1536 tokens of fiction, encyclopedia and worked sums that
     had no part in the choice; the top token agrees on 49%), where a greedy search one layer at a time got 0.53. The
     draft still costs 24/30 of its target, so it cannot make anything faster: that takes a trained drafter.
-
-    Attributes:
-        source: name of the model in the registry.
-        keep_layers: numbers of the layers that stay, ascending.
-        licence: of the weights.
-        megabytes: size on disk.
-        about: one line for the list of models.
     """
 
-    source: str
-    keep_layers: tuple[int, ...]
-    licence: str
-    megabytes: int
-    about: str
+    source: str  # name of the model in the registry
+    keep_layers: tuple[int, ...]  # numbers of the layers that stay, ascending
+    licence: str  # of the weights
+    megabytes: int  # size on disk
+    about: str  # one line for the list of models
 
 
 REGISTRY: dict[str, Packaged | Derived] = {

@@ -43,90 +43,52 @@ class Workload:
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of the weights of one part, with the copies and tables made from them (fused, packed, scaled).
+    """Bytes of the weights of one part, with the copies and tables made from them (fused, packed, scaled)."""
 
-    Attributes:
-        part: its name.
-        own: bytes that it does not share with the parts before it in the list.
-        packed: those of `own` that are in a layout for the CPU.
-        shared: bytes that it shares with the parts before it.
-    """
-
-    part: str
-    own: int
-    packed: int
-    shared: int
+    part: str  # its name
+    own: int  # bytes that it does not share with the parts before it in the list
+    packed: int  # those of `own` that are in a layout for the CPU
+    shared: int  # bytes that it shares with the parts before it
 
 
 @dataclass(frozen=True)
 class Cache:
-    """The keys and values of a model.
+    """The keys and values of a model."""
 
-    Attributes:
-        part: its name.
-        token: bytes per token.
-        sequence: bytes of the longest request of the run, with drafted tokens.
-        used: bytes of the whole batch at that length.
-        taken: the most that the batch took, in whole pages or as a block of equal slots.
-        paged: whether a slot takes pages for what its request has written; else as much as the longest request.
-    """
-
-    part: str
-    token: int
-    sequence: int
-    used: int
-    taken: int
-    paged: bool
+    part: str  # its name
+    token: int  # bytes per token
+    sequence: int  # bytes of the longest request of the run, with drafted tokens
+    used: int  # bytes of the whole batch at that length
+    taken: int  # the most that the batch took, in whole pages or as a block of equal slots
+    paged: bool  # whether a slot takes pages for what its request has written; else as much as the longest request
 
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """Memory as measured by the system or the accelerator; on a CPU, memory of the whole process.
+    """Memory as measured by the system or the accelerator; on a CPU, memory of the whole process."""
 
-    Attributes:
-        how: the method, a key of `draftproof.peak.HOW`.
-        before: bytes before anything was loaded; None if the system does not report them.
-        loading: peak while the engine was loaded.
-        loaded: bytes after that.
-        peak: peak while the batch ran.
-    """
-
-    how: str
-    before: int | None
-    loading: int
-    loaded: int | None
-    peak: int
+    how: str  # the method, a key of `draftproof.peak.HOW`
+    before: int | None  # bytes before anything was loaded; None if the system does not report them
+    loading: int  # peak while the engine was loaded
+    loaded: int | None  # bytes after that
+    peak: int  # peak while the batch ran
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of an engine, in bytes.
+    """The memory of an engine, in bytes."""
 
-    Attributes:
-        workload: the batch that was run.
-        parts: drafter, stopper and rule in effect.
-        weights: of each part.
-        caches: of each model.
-        states: peak of the hidden states in sessions, for feature heads; they are part of `temporaries`.
-        recurrent: peak of the states of recurrent layers in sessions, between rounds; part of `temporaries` too.
-        first: peak of each phase, and of the whole round, in the round that reads the prompts.
-        later: the same for the largest of the other rounds.
-        rows: the largest rows of logits and probabilities that a phase returned.
-        temporaries: peak of the tensors besides weights and caches.
-        resident: as measured by the system.
-    """
-
-    workload: Workload
-    parts: dict[str, str | None]
-    weights: tuple[Weights, ...]
-    caches: tuple[Cache, ...]
-    states: int
-    recurrent: int
-    first: dict[str, int]
-    later: dict[str, int]
-    rows: dict[str, RowShape]
-    temporaries: int
-    resident: MeasuredMemory
+    workload: Workload  # the batch that was run
+    parts: dict[str, str | None]  # drafter, stopper and rule in effect
+    weights: tuple[Weights, ...]  # of each part
+    caches: tuple[Cache, ...]  # of each model
+    states: int  # peak of the hidden states in sessions, for feature heads; they are part of `temporaries`
+    recurrent: int  # peak of the states of recurrent layers in sessions, between rounds; part of `temporaries` too
+    first: dict[str, int]  # peak of each phase, and of the whole round, in the round that reads the prompts
+    later: dict[str, int]  # the same for the largest of the other rounds
+    rows: dict[str, RowShape]  # the largest rows of logits and probabilities that a phase returned
+    temporaries: int  # peak of the tensors besides weights and caches
+    resident: MeasuredMemory  # as measured by the system
 
     @property
     def total(self) -> int:

@@ -49,17 +49,11 @@ class SamplePlan:
 
 @dataclass(frozen=True)
 class DraftSamples:
-    """Drafts of LIMIT tokens, one for each position of each prompt, in the order of the prompts.
+    """Drafts of LIMIT tokens, one for each position of each prompt, in the order of the prompts."""
 
-    Attributes:
-        at_token: one row for each drafted token, with the draft model's state at that token, for acceptance heads.
-        before_token: the same with the state before the token, for verifiers.
-        prompts: number of prompts.
-    """
-
-    at_token: JudgeRows
-    before_token: JudgeRows
-    prompts: int
+    at_token: JudgeRows  # a row a drafted token, with the draft model's state at it, for acceptance heads
+    before_token: JudgeRows  # the same with the state before the token, for verifiers
+    prompts: int  # number of them
 
     @property
     def prefix_acceptance(self) -> Float[Tensor, "drafts LIMIT"]:

@@ -58,25 +58,15 @@ SMOLLM2 = PairNames("smollm2-135m", "smollm2-135m-draft", "bfloat16")
 
 @dataclass(frozen=True)
 class ExperimentProfile:
-    """The amount of measurements.
+    """The amount of measurements."""
 
-    Attributes:
-        name: as on the command line.
-        pairs: of models; the first is compared with the paper's numbers.
-        prompts: of each run; intervals resample them.
-        seeds: runs of each prompt.
-        tokens: emitted for each prompt in a run.
-        places: positions where rules are compared on the same drafts, for each prompt and seed.
-        heavy: share of the work for models that take a hundred times as long.
-    """
-
-    name: str
-    pairs: tuple[PairNames, ...]
-    prompts: int
-    seeds: int
-    tokens: int
-    places: int
-    heavy: float = 1.0
+    name: str  # as on the command line
+    pairs: tuple[PairNames, ...]  # of models; the first is compared with the paper's numbers
+    prompts: int  # of each run; intervals resample them
+    seeds: int  # runs of each prompt
+    tokens: int  # emitted for each prompt in a run
+    places: int  # positions where rules are compared on the same drafts, for each prompt and seed
+    heavy: float = 1.0  # share of the work for models that take a hundred times as long
 
 
 @dataclass(frozen=True)

@@ -43,19 +43,12 @@ ASSUMED = AcceptanceRates()
 
 @dataclass(frozen=True)
 class Plan:
-    """What the requests of a round shall draft.
+    """What the requests of a round shall draft."""
 
-    Attributes:
-        length: tokens of each draft; 0 for a plain round.
-        drafts: number of drafts of each request.
-        speed: expected speed relative to plain decoding.
-        needed: whether the round is made for what it shows, and not for its speed.
-    """
-
-    length: int = 0
-    drafts: int = 1
-    speed: float = 1.0
-    needed: bool = False
+    length: int = 0  # tokens of each draft; 0 for a plain round
+    drafts: int = 1  # number of drafts of each request
+    speed: float = 1.0  # expected speed relative to plain decoding
+    needed: bool = False  # whether the round is made for what it shows, and not for its speed
 
 
 class Auto(StopperBase):

@@ -27,23 +27,14 @@ _CHUNK = 64  # number of rows of logits that are processed at once, so that they
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """The parts of the target and the options of the loss, which are fixed while a head is trained.
+    """The parts of the target and the options of the loss, which are fixed while a head is trained."""
 
-    Attributes:
-        embed: the target's embedding, as a module.
-        output: the rows of the target's output layer for the head's tokens.
-        unroll: number of steps; the first reads the target's states, the others the head's own.
-        tv: weight of the total variation, in addition to the cross-entropy.
-        states: weight of the smooth L1 distance to the target's states.
-        autocast: whether matrix products are computed in bfloat16.
-    """
-
-    embed: Any
-    output: Float[Tensor, "ids dim"]
-    unroll: int = 3
-    tv: float = 0.0
-    states: float = 0.0
-    autocast: bool = True
+    embed: Any  # the target's embedding, as a module
+    output: Float[Tensor, "ids dim"]  # the rows of the target's output layer for the head's tokens
+    unroll: int = 3  # number of steps; the first reads the target's states, the others the head's own
+    tv: float = 0.0  # weight of the total variation, in addition to the cross-entropy
+    states: float = 0.0  # weight of the smooth L1 distance to the target's states
+    autocast: bool = True  # whether matrix products are computed in bfloat16
 
 
 class _Unrolled:

@@ -37,21 +37,13 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class StateRows:
-    """Rows of one length with the target's states.
+    """Rows of one length with the target's states."""
 
-    Attributes:
-        ids: token ids, padded with 0.
-        counts: whether the next token of a position is learnt.
-        states: the target's last hidden states.
-        log_mass: log of the sum of exponentials of all logits of the target.
-        features: the target's hidden states of several layers side by side, where they are kept.
-    """
-
-    ids: Int[Tensor, "rows length"]
-    counts: Bool[Tensor, "rows length"]
-    states: Float[Tensor, "rows length dim"]
-    log_mass: Float[Tensor, "rows length"]
-    features: Float[Tensor, "rows length inner"] | None = None
+    ids: Int[Tensor, "rows length"]  # padded with 0
+    counts: Bool[Tensor, "rows length"]  # whether the next token of a position is learnt
+    states: Float[Tensor, "rows length dim"]  # the target's last hidden states
+    log_mass: Float[Tensor, "rows length"]  # of all logits of the target: log of the sum of exponentials
+    features: Float[Tensor, "rows length inner"] | None = None  # hidden states of several layers, side by side
 
     def pick(self, index: Sequence[int]) -> StateRows:
         """The rows with these numbers."""

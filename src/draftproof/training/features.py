@@ -36,23 +36,14 @@ _LEAST = 1e-30
 
 @dataclass(frozen=True, eq=False)
 class JudgeRows:
-    """Rows of one token each, with the state that a head reads and the label.
+    """Rows of one token each, with the state that a head reads and the label."""
 
-    Attributes:
-        hidden: the hidden state that the head reads.
-        log_ratio: log(p/q) of the token.
-        log_q: log q of the token.
-        top: the largest probability of q.
-        group: number of the token's sequence.
-        place: position of the token after the prompt, from 0.
-    """
-
-    hidden: Float16[Tensor, "rows dim"]
-    log_ratio: Float[Tensor, " rows"]
-    log_q: Float[Tensor, " rows"]
-    top: Float[Tensor, " rows"]
-    group: Int[Tensor, " rows"]
-    place: Int[Tensor, " rows"]
+    hidden: Float16[Tensor, "rows dim"]  # the hidden state that the head reads
+    log_ratio: Float[Tensor, " rows"]  # log(p/q) of the token
+    log_q: Float[Tensor, " rows"]  # log q of the token
+    top: Float[Tensor, " rows"]  # the largest probability of q
+    group: Int[Tensor, " rows"]  # number of the token's sequence
+    place: Int[Tensor, " rows"]  # position of the token after the prompt, from 0
 
     def __len__(self) -> int:
         return int(self.log_ratio.shape[0])
@@ -76,18 +67,12 @@ def join(parts: Sequence[JudgeRows]) -> JudgeRows:
 
 @dataclass(frozen=True)
 class ModelPair:
-    """A target and a draft model, with the sampling parameters of both.
+    """A target and a draft model, with the sampling parameters of both."""
 
-    Attributes:
-        target, draft: the models.
-        params: temperature, top_k, top_p and min_p of p and q; parameters that depend on the path are not used.
-        drafting: makes the draft model as drafters use it; None if this is the backend `draft`.
-    """
-
-    target: Backend
+    target: Backend  # the models
     draft: Backend
-    params: SamplingParams
-    drafting: Callable[[], DraftModel] | None = None
+    params: SamplingParams  # of p and q: temperature, top_k, top_p, min_p; those that depend on the path are not used
+    drafting: Callable[[], DraftModel] | None = None  # makes the draft model as drafters use it; None: of `draft`
 
     def model(self) -> DraftModel:
         """A new draft model as drafters use it, for one engine."""

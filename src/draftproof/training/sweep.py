@@ -33,21 +33,13 @@ WEIGHTS = (1.0, 3.0, 6.0, 12.0)
 
 @dataclass(frozen=True)
 class Trial:
-    """A pair of models, and prompts on which stoppers are tried.
+    """A pair of models, and prompts on which stoppers are tried."""
 
-    Attributes:
-        pair: the models and their sampling parameters.
-        prompts: token ids.
-        eos_token_ids: tokens that end a response.
-        tokens: largest number of tokens in a response.
-        seed: seed of the draws; every stopper gets the same seeds.
-    """
-
-    pair: ModelPair
-    prompts: Sequence[Sequence[int]]
-    eos_token_ids: tuple[int, ...]
-    tokens: int = 64
-    seed: int = 0
+    pair: ModelPair  # the models and their sampling parameters
+    prompts: Sequence[Sequence[int]]  # token ids
+    eos_token_ids: tuple[int, ...]  # tokens that end a response
+    tokens: int = 64  # largest number of tokens in a response
+    seed: int = 0  # seed of the draws; every stopper gets the same seeds
 
     def run(self, stopper: Stopper | None, rule: str, *, max_batch: int = 8, shift: int = 0) -> list[Output]:
         """Responses with a stopper (None decodes plainly) and a rule; `shift` changes all seeds."""
