@@ -34,7 +34,6 @@ class Answerer(Protocol):
 
     def answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> Answer:
         """Continue one prompt; `seconds["total"]` runs from token ids to text."""
-        ...
 
 
 class ModelCache:

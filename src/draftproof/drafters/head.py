@@ -32,7 +32,6 @@ class Following(Backend, Protocol):
 
     def follow(self, owner: Session) -> Session:
         """A session that reads what the target's session has read, with its states."""
-        ...
 
 
 @runtime_checkable
@@ -41,7 +40,6 @@ class Rewound(Protocol):
 
     def rewind(self) -> None:
         """Forget what was read with states of the head's own making."""
-        ...
 
 
 class FollowingModel(DraftModel):

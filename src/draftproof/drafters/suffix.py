@@ -16,17 +16,16 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from draftproof.draft import Draft, Origin
-from draftproof.drafters.base import DraftRequest
+from draftproof.drafters.base import DraftRequest, TokenDrafter
 from draftproof.drafters.ngram import point_chain
 from draftproof.drafters.predicted import PredictedText
 from draftproof.errors import UserError, blamed_on
 from draftproof.rng import RoundRng
-from draftproof.stoppers.base import RoundTime
 
 _START = -1  # precedes the first token and ends short contexts, so that no context is a prefix of another one
 
 
-class SuffixDrafter:
+class SuffixDrafter(TokenDrafter):
     """Follows the longest known suffix, from the request itself or from other requests, token by token.
 
     Each drafted token is the most frequent successor of the longest known suffix of the tokens before it; of two
@@ -52,13 +51,7 @@ class SuffixDrafter:
             Drafts, and so the speed of an answer, reveal to one of them what another one wrote.
     """
 
-    branching = False
-    point_masses = True
-    constant = False
-    max_positions = None
-    timed = False
     reads_predictions = True
-    stopper = None
 
     def __init__(
         self,
@@ -184,12 +177,6 @@ class SuffixDrafter:
             draft.append(known.best)
             near = (known.best, *near[: self._context - 1])
         return Found(draft, matched)
-
-    def observe(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Does nothing: drafts depend on committed tokens only."""
-
-    def spent(self, time: RoundTime) -> None:
-        """Does nothing."""
 
     def release(self, request_id: int) -> None:
         """Move the tokens of a request that has ended, its last round included, to the finished requests."""

@@ -1,8 +1,7 @@
-"""The network of an EAGLE-3 head while it is trained, and its directory in the layout of `speculators`.
+"""The networks of EAGLE-3 and P-EAGLE heads while they are trained, and their directory as `speculators` has it.
 
-It reads the target's hidden states of several layers, which one product fuses, and has one Llama layer whose attention
-reads them beside the embedding (EAGLE-3, arXiv 2503.01840). `backends.heads.published.eagle3` runs the
-result.
+They read the target's hidden states of several layers, which one product fuses, and have one Llama layer whose
+attention reads them beside the embedding (EAGLE-3, arXiv 2503.01840). `backends.heads.published` runs the results.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from jaxtyping import Float, Int
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
+from typing_extensions import override
 
 from draftproof.backends.heads.feature_net import CONFIG, EPS, WEIGHTS, FeatureConfig, rotary, rotate
 from draftproof.errors import UserError
@@ -114,6 +114,42 @@ class Eagle3Module(nn.Module):
     @staticmethod
     def _norm(weight: Tensor, x: Tensor) -> Tensor:
         return rms_norm(x.to(weight.dtype), weight.shape, weight, EPS)
+
+
+class PEagleModule(Eagle3Module):
+    """A P-EAGLE head with one layer, which drafts all tokens in one pass.
+
+    After the known tokens come masked places. They all read one mask token, and one learned vector in place of the
+    target's states; each sees the known tokens and the masked places before it. The unrolled steps of the loss are
+    these places, so nothing is drafted in training and every place is learnt at every position of a text.
+
+    Args:
+        config, layers: as `Eagle3Module`.
+        mask_token: the token that masked places read, one that no draft continues; its embedding is not trained.
+        places: number of tokens that the head drafts.
+    """
+
+    algorithm, architecture = "peagle", "PEagleSpeculator"
+
+    def __init__(self, config: FeatureConfig, layers: tuple[int, ...], *, mask_token: int, places: int) -> None:
+        super().__init__(config, layers)
+        self.mask_token = mask_token
+        self.places = places
+        self.mask_hidden = nn.Parameter(torch.randn(len(layers) * config.hidden_size))
+
+    @override
+    def carried(self, out: Float[Tensor, "rows width dim"], ids: Int[Tensor, "rows width"]) -> tuple[Tensor, Tensor]:
+        """What every masked place reads."""
+        mask: Tensor = self.fc(self.mask_hidden)
+        return mask.to(out.dtype).expand_as(out), torch.full_like(ids, self.mask_token)
+
+    @override
+    def own_config(self) -> dict[str, int]:
+        return {"mask_token_id": self.mask_token}
+
+    @override
+    def own_tensors(self) -> dict[str, Tensor]:
+        return {"mask_hidden": self.mask_hidden.data.view(1, 1, -1)}
 
 
 def default_layers(total: int) -> tuple[int, ...]:

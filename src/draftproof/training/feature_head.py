@@ -34,12 +34,11 @@ from draftproof.provenance import FILE, digest, file_digest, fingerprint, proven
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.training.data import DataFile, Example, cache_folder, read_examples, split
-from draftproof.training.eagle3_net import Eagle3Module, default_layers, save_eagle3
+from draftproof.training.eagle3_net import Eagle3Module, PEagleModule, default_layers, save_eagle3
 from draftproof.training.feature_loss import Frame, Net, acceptance, feature_loss
 from draftproof.training.feature_options import FORMATS, FeatureJob
 from draftproof.training.feature_rows import Row, StateRows, Store, frequent, windows
 from draftproof.training.loop import Record, train
-from draftproof.training.peagle_net import PEagleModule
 from draftproof.training.responses import sample_responses
 from draftproof.training.sweep import pass_costs, total_stats
 
