@@ -26,6 +26,7 @@ from draftproof.engine.registry import DEFAULT_CONSTANT_STOPPER, find_drafter
 from draftproof.errors import UserError
 from draftproof.peak import Peak
 from draftproof.sampling import SamplingParams
+from draftproof.training.responses import instruction_ids
 
 
 @runtime_checkable
@@ -148,8 +149,7 @@ class ModelCache:
     def encode(self, cell: Cell, question: Question) -> list[int]:
         """Token ids of a question, with the target's chat template if the question is a user's message."""
         engine = self.plain_engine(cell)
-        templated = question.chat and getattr(engine.tokenizer, "chat_template", None)
-        _, ids = engine.encode([{"role": "user", "content": question.prompt}] if templated else question.prompt)
+        ids = instruction_ids(engine, question.prompt) if question.chat else engine.encode(question.prompt)[1]
         most = engine.target.max_positions
         if most is not None and len(ids) + cell.max_tokens > most:
             raise UserError(

@@ -25,11 +25,10 @@ from draftproof.sampling import SamplingParams
 from draftproof.stoppers.history import Oracle
 from draftproof.theory.cost import PassCosts
 from draftproof.training.features import ModelPair
-from draftproof.training.sweep import rates, with_fixed_drafts, with_latency
+from draftproof.training.sweep import LENGTHS, rates, with_fixed_drafts, with_latency
 
 RATES = ("discard_rate", "verification_rate")
 FIXED, ORACLE = "fixed", "oracle"
-_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14)
 _THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -75,7 +74,7 @@ class StopperComparison:
 
 def default_stoppers(draft: str) -> list[str]:
     """Every kind of stopper over a range of arguments; trained ones if the package has heads for the draft model."""
-    kinds: dict[str, Sequence[object]] = {FIXED: _LENGTHS, "schedule": (3, 5)}
+    kinds: dict[str, Sequence[object]] = {FIXED: LENGTHS, "schedule": (3, 5)}
     kinds |= {"confidence": _THRESHOLDS[:-1], "entropy": _THRESHOLDS[:-1]}
     if draft in SHIPPED_HEADS:
         kinds |= dict.fromkeys(("acceptance", "ratio", "approximate"), _THRESHOLDS)

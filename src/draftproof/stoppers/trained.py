@@ -13,13 +13,12 @@ from torch.nn.functional import logsigmoid
 from draftproof.draft import DraftStep
 from draftproof.errors import UserError
 from draftproof.heads import Head
-from draftproof.stoppers.base import StopperBase
-from draftproof.stoppers.probability import check_threshold, probs_of
+from draftproof.stoppers.probability import ThresholdStopper, probs_of
 
 LIMIT = 20  # SpecDec++, arXiv 2405.19715, section 4.1
 
 
-class _HeadStopper(StopperBase):
+class _HeadStopper(ThresholdStopper):
     """The common part of these stoppers: a head of the class's kind, on the device of the hidden states.
 
     The threshold is between 0 and 1; None takes the head's own.
@@ -35,9 +34,7 @@ class _HeadStopper(StopperBase):
                 f"stopper {self.stopper} was given a head of kind {config.kind} (trained on {config.draft}): it takes "
                 f"a head of kind {self.kind}"
             )
-        self.threshold = config.threshold if threshold is None else threshold
-        check_threshold(self.stopper, self.threshold)
-        super().__init__(f"{self.stopper}:{self.threshold:g}", limit)
+        super().__init__(self.stopper, config.threshold if threshold is None else threshold, limit)
         self.head = head
         self.hidden_size = config.hidden_size
         self.trained_on = config.draft

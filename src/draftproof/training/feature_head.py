@@ -39,7 +39,7 @@ from draftproof.training.feature_loss import Frame, Net, acceptance, feature_los
 from draftproof.training.feature_options import FORMATS, FeatureJob
 from draftproof.training.feature_rows import Row, StateRows, Store, frequent, windows
 from draftproof.training.loop import Record, train
-from draftproof.training.responses import sample_responses
+from draftproof.training.responses import instruction_ids, sample_responses
 from draftproof.training.sweep import pass_costs, total_stats
 
 _BATCH = 32  # number of answers that are sampled at once, so that the weights are read once for all of them
@@ -137,12 +137,7 @@ class _FeatureRun:
         if not examples:
             return {"train": [], "test": []}
         parts, engine = split(examples, self.job.answers), self._engine()
-        chat = bool(getattr(self.tokenizer, "chat_template", None))
-        instructions = {name: [example.text for example in parts[name]] for name in ("train", "test")}
-        ids = {
-            name: [engine.encode([{"role": "user", "content": text}] if chat else text)[1] for text in texts]
-            for name, texts in instructions.items()
-        }
+        ids = {name: [instruction_ids(engine, each.text) for each in parts[name]] for name in ("train", "test")}
         return {name: [row for row in rows if len(row) < self.job.length // 2] for name, rows in ids.items()}
 
     def _engine(self) -> Engine:

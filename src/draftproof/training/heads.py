@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ def train_head(
         raise UserError(f"rows: expected 1 or more to train on and to validate on, got {len(rows)} and {len(valid)}")
     head = fresh_head(config, plan.seed)
     every = max(plan.steps // 20, 1)
-    plan = TrainingPlan(**{**plan.__dict__, "evaluate_every": every, "keep_best": "valid_loss"})
+    plan = replace(plan, evaluate_every=every, keep_best="valid_loss")
 
     def loss(module: nn.Module, picked: JudgeRows) -> Loss:
         assert isinstance(module, Head), "heads are trained here"

@@ -32,6 +32,12 @@ class Response:
         return [*self.prompt, *self.tokens]
 
 
+def instruction_ids(engine: Engine, text: str) -> list[int]:
+    """Token ids of a user's message, in the chat template if there is one."""
+    chat = getattr(engine.tokenizer, "chat_template", None)
+    return engine.encode([{"role": "user", "content": text}] if chat else text)[1]
+
+
 def sample_responses(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
