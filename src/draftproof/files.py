@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 from uuid import uuid4
 
 from draftproof.errors import UserError, reason
 
 _LEFTOVER = re.compile(r"\.[0-9a-f]{32}(\.download\.\w+)?$")  # ends the names of what is not whole yet
 _log = logging.getLogger(__name__)
+_Value = TypeVar("_Value")
 
 
 def home() -> Path:
@@ -319,11 +320,12 @@ def write_json(out: Path, content: Any) -> None:
     write_text(out, json.dumps(content, indent=2) + "\n")
 
 
-def remembered(file: Path, make: Callable[[], Any]) -> Any:
+def remembered(file: Path, make: Callable[[], _Value]) -> _Value:
     """The value of a JSON file, which is made and written if it does not exist; so a resumed run repeats nothing."""
     if not file.exists():
         write_text(file, json.dumps(make()) + "\n")
-    return json.loads(file.read_text(encoding="utf-8"))
+    found: _Value = json.loads(file.read_text(encoding="utf-8"))
+    return found
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class Cost:
 
 
 class Checker:
-    """Tries grammars for one tokenizer (JSON of a fast one); threads may share it. Processes start when needed."""
+    """Tries grammars for one tokenizer, the JSON of a fast one; threads may share it. Processes start when needed."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         first = {"path": sys.path, "tokenizer": tokenizer, "vocab_size": vocab_size, "ends": list(eos_token_ids)}

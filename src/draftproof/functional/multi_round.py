@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.functional.coupling import rounds_plan
-from draftproof.functional.nodes import NodeVerdict, PathVerdict, Tries, verify_chains, verify_tries
+from draftproof.functional.nodes import Ends, NodeVerdict, PathVerdict, PRows, QRows, Tries, verify_chains, verify_tries
 from draftproof.functional.top_down import descend
 from draftproof.rng import Rng
 
@@ -35,16 +35,14 @@ def multi_round_on_tries(
     return verify_tries(partial(_multi_round, replacement=replacement), tries, q, p, rng=rng, validate=validate)
 
 
-def _multi_round(
-    tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], rng: Rng, *, replacement: bool
-) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
+def _multi_round(tries: Tries, q: QRows, p: PRows, rng: Rng, *, replacement: bool) -> Ends:
     return descend(tries, p, partial(_multi_round_step, tries, q, p, replacement=replacement), rng)
 
 
 def _multi_round_step(
     tries: Tries,
-    q: Float[Tensor, "rows V"] | None,
-    p: Float[Tensor, "m V"],
+    q: QRows,
+    p: PRows,
     target: Float[Tensor, "B V"],
     kids: Int[Tensor, "B D"],
     ids: Int[Tensor, "B D"],

@@ -24,6 +24,10 @@ from draftproof.functional.checks import check_chain, check_rows, check_tokens
 from draftproof.rng import Rng
 from draftproof.tree import ROOT, TokenTree, merge_chains
 
+QRows = Float[Tensor, "rows V"] | None  # what `Tries.q_row` points into; None for point masses
+PRows = Float[Tensor, "m V"]  # what `Tries.p_row` points into
+Ends = tuple[Int[Tensor, " B"], Int[Tensor, " B"]]  # the last accepted slot and the bonus token of each row
+
 
 class PathVerdict(NamedTuple):
     """The outcome of a rule on several chains per row.
@@ -154,9 +158,7 @@ class Tries:
         kids = self.kids[rows, at]
         return kids, self.tokens.gather(1, kids)
 
-    def drawn_from(
-        self, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], kids: Int[Tensor, " r"]
-    ) -> Float[Tensor, "r V"]:
+    def drawn_from(self, q: QRows, p: PRows, kids: Int[Tensor, " r"]) -> Float[Tensor, "r V"]:
         """The rows of q that the tokens of these flat slots were drawn from; q = None stands for point masses."""
         if q is not None:
             return q[self.q_row.flatten()[kids]]
@@ -168,8 +170,8 @@ class Tries:
         slot = at.unsqueeze(-1)
         return PathVerdict(self.chain.gather(1, slot).squeeze(-1), self.depth.gather(1, slot).squeeze(-1), token)
 
-    def check(self, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"]) -> None:
-        """Check that all rows are distributions over one vocabulary, and that every token can come from its q."""
+    def check(self, q: QRows, p: PRows) -> None:
+        """Check that all rows are distributions over one vocabulary, and every token can come from its row of q."""
         check_rows("p", p)
         inside = self.depth > 0
         check_tokens(self.tokens, p.shape[-1], inside)
@@ -259,15 +261,11 @@ def _build(
     )
 
 
-Rule = Callable[
-    [Tries, Float[Tensor, "rows V"] | None, Float[Tensor, "m V"], Rng], tuple[Int[Tensor, " B"], Int[Tensor, " B"]]
-]
+Rule = Callable[[Tries, QRows, PRows, Rng], Ends]
 """A rule on tries: it returns the last accepted slot and the bonus token of each row."""
 
 
-def verify_tries(
-    rule: Rule, tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], *, rng: Rng, validate: bool
-) -> NodeVerdict:
+def verify_tries(rule: Rule, tries: Tries, q: QRows, p: PRows, *, rng: Rng, validate: bool) -> NodeVerdict:
     """Check the inputs where `validate` is true, apply the rule, and return its verdict in terms of nodes."""
     if validate:
         tries.check(q, p)
@@ -293,7 +291,7 @@ def verify_chains(
     return tries.path_verdict(*rule(tries, None if q is None else q.flatten(0, -2), p.flatten(0, -2), rng))
 
 
-def refuse_branching_points(tries: Tries, q: Float[Tensor, "rows V"] | None) -> None:
+def refuse_branching_points(tries: Tries, q: QRows) -> None:
     """Refuse point masses that branch, for rules that need i.i.d. draws at a node."""
     if q is None and tries.branching:
         raise ValueError(

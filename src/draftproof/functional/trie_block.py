@@ -23,8 +23,11 @@ from draftproof.functional.bottom_up import (
 )
 from draftproof.functional.coupling import kseq_accept, kseq_gamma, kseq_plan, kseq_residual
 from draftproof.functional.nodes import (
+    Ends,
     NodeVerdict,
     PathVerdict,
+    PRows,
+    QRows,
     Tries,
     refuse_branching_points,
     verify_chains,
@@ -33,7 +36,7 @@ from draftproof.functional.nodes import (
 from draftproof.rng import Rng
 
 
-def trie_block_plan(tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"]) -> TriePlan:
+def trie_block_plan(tries: Tries, q: QRows, p: PRows) -> TriePlan:
     """The plan of trie block verification: one pass for each depth; g is searched only at slots with several draws.
 
     At a slot of weight a with k draws: g = kseq_gamma(a p, q, k) and w(x) = min(1, a p(x) / (g q(x))). When no child is
@@ -57,9 +60,7 @@ def trie_block_plan(tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Te
     return with_leaves(tries, plan)
 
 
-def _trie_block(
-    tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], rng: Rng
-) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
+def _trie_block(tries: Tries, q: QRows, p: PRows, rng: Rng) -> Ends:
     refuse_branching_points(tries, q)
     plan = trie_block_plan(tries, q, p)
     at = decide(tries, plan, rng)

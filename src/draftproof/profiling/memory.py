@@ -201,7 +201,7 @@ def weights(engine: Engine) -> Iterator[Weights]:
 
 
 def caches(engine: Engine, longest: dict[int, int], batch: int) -> Iterator[Cache]:
-    """Every slot cache of an engine that was used; `longest` has the tokens of the longest request by its id."""
+    """Every slot cache of an engine that was used; `longest`: tokens of the longest request by the id of its cache."""
     for part, cache in slot_caches(engine):
         if cache.peak:
             sequence = cache.token_nbytes * longest.get(id(cache), 0)

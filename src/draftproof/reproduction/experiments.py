@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.bench.cell import Cell
@@ -30,6 +30,7 @@ OPENINGS = "story-openings"  # the default data set of the recipes
 PROMPT = 96  # largest number of tokens of a prompt, because small models have short contexts
 COUNTS = ("num_tokens", "num_target_calls", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
 Row = dict[str, Any]
+Made = TypeVar("Made")
 Notify = Callable[[str], None]
 
 
@@ -139,7 +140,7 @@ class Experiments:
 
     # --- measuring ------------------------------------------------------------------------------------------------
 
-    def cached(self, kind: str, key: object, make: Callable[[], Any]) -> Any:
+    def cached(self, kind: str, key: object, make: Callable[[], Made]) -> Made:
         """A value from the records; measured and written first if it is not there.
 
         `kind` is the first part of the file's name; `key` has values for JSON, or is a dataclass of such values.
@@ -148,22 +149,20 @@ class Experiments:
         file = self.folder / f"{kind}-{digest(FORMAT, kind, described)[:16]}.json"
         if not file.exists():
             self._notify(_line(kind, described))
-        return remembered(file, lambda: {"key": described, "rows": make()})["rows"]
+        found: Made = remembered(file, lambda: {"key": described, "rows": make()})["rows"]
+        return found
 
     def runs(self, run: PlannedRun) -> list[Row]:
         """A row for each prompt and seed: counts, seconds, token ids."""
-        found: list[Row] = self.cached("run", run, lambda: self._turns([run])[0])
-        return found
+        return self.cached("run", run, lambda: self._turns([run])[0])
 
     def in_turns(self, runs: Sequence[PlannedRun]) -> list[list[Row]]:
         """The rows of runs whose times are compared: measured batch by batch in turns, A B A B."""
-        found: list[list[Row]] = self.cached("turns", [asdict(run) for run in runs], lambda: self._turns(runs))
-        return found
+        return self.cached("turns", [asdict(run) for run in runs], lambda: self._turns(runs))
 
     def places(self, places: Places) -> list[Row]:
         """A row for each prompt: number of positions, and the sum of expected accepted tokens in every column."""
-        found: list[Row] = self.cached("places", places, lambda: self._places(places))
-        return found
+        return self.cached("places", places, lambda: self._places(places))
 
     def backend(self, name: str, dtype: str = "auto") -> SlotBackend:
         """A model, loaded once."""

@@ -40,7 +40,7 @@ Json = dict[str, Any]
 
 
 def profile_named(name: str) -> ExperimentProfile:
-    """A profile."""
+    """The profile of this name."""
     refuse_unknown("profile", name, PROFILES)
     return PROFILES[name]
 
@@ -81,8 +81,7 @@ def _finished(recipe: Recipe, experiments: Experiments, out: Path, facts: Json) 
         about = {KEY: facts, "name": recipe.name, "how": recipe.how, "paper": asdict(recipe.paper)}
         return {**about, **outcome, "seconds": round(time.perf_counter() - start, 1)}
 
-    found: Json = remembered(out / "outcomes" / f"{recipe.name}.json", measure)
-    return found
+    return remembered(out / "outcomes" / f"{recipe.name}.json", measure)
 
 
 def _report(out: Path, profile: ExperimentProfile, facts: Json, notify: Notify) -> None:

@@ -264,7 +264,7 @@ class PassCosts:
 
 @dataclass
 class LearnedCosts:
-    """Costs of rounds with one drafter, in plain rounds, before anything is known those `assumed`; learned from times.
+    """Costs of rounds with one drafter, in plain rounds: those `assumed`, until the times of rounds teach others.
 
     Several drafters may share `passes`, the costs of the target's pass.
     """

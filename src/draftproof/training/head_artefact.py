@@ -34,7 +34,7 @@ _SUMMARY = (
 
 
 def make_head(job: HeadJob, watch: Watch = silent) -> dict[str, Any]:
-    """Train a head that predicts acceptance or log(p/q), choose its threshold and write its directory; its figures."""
+    """Train a head that predicts acceptance or log(p/q), choose its threshold, write its directory; returns figures."""
     run = _HeadRun(job, watch)
     rows = {part: run.data.head_rows(part, job.mix) for part in ("train", "valid")}
     trial = run.data.trial(job.trial_prompts, job.trial_tokens)
@@ -134,10 +134,7 @@ class _HeadRun:
 
     def fixed(self, trial: Trial) -> list[dict[str, Any]]:
         """The rates of constant lengths, which are the baseline."""
-        made: list[dict[str, Any]] = remembered(
-            self._file("fixed", trial), lambda: sweep.fixed_table(trial, self.rule, watch=self.watch)
-        )
-        return made
+        return remembered(self._file("fixed", trial), lambda: sweep.fixed_table(trial, self.rule, watch=self.watch))
 
     def _file(self, name: str, trial: Trial) -> Path:
         return self.job.work / f"{name}-{digest(self.identity, trial.prompts, trial.tokens)[:12]}.json"

@@ -132,8 +132,7 @@ def table1(experiments: Experiments) -> Outcome:
 def _passes(experiments: Experiments, pair: PairNames) -> dict[str, list[float]]:
     """Seconds of passes by length x batch, from the records if they exist."""
     key = {"pair": pair.label, "dtype": pair.dtype}
-    found: dict[str, list[float]] = experiments.cached("passes", key, lambda: _time_passes(experiments, pair))
-    return found
+    return experiments.cached("passes", key, lambda: _time_passes(experiments, pair))
 
 
 def _time_passes(experiments: Experiments, pair: PairNames) -> dict[str, list[float]]:

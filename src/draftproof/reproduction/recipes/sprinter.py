@@ -49,8 +49,7 @@ def likelihoods(experiments: Experiments, run: PlannedRun) -> list[float]:
         with torch.inference_mode():
             return model_pair(experiments, SMALL).log_likelihoods(answers_of(experiments, run))
 
-    found: list[float] = experiments.cached("likelihood", run, score)
-    return found
+    return experiments.cached("likelihood", run, score)
 
 
 def quality_sums(experiments: Experiments, runs: Sequence[PlannedRun]) -> RunSums:
