@@ -129,14 +129,14 @@ def _expanded(
     return Estimate(value, low, high, count, level)
 
 
-def geometric_mean(ratios: Sequence[float], *, level: float = LEVEL) -> Estimate:
+def geometric_mean(ratios: Sequence[float]) -> Estimate:
     """The geometric mean of independent ratios with a t interval on their logarithms; none for a single one."""
     logs = [math.log(ratio) for ratio in ratios]
     middle = fmean(logs)
     if len(logs) < 2:
-        return Estimate(math.exp(middle), math.nan, math.nan, len(logs), level)
-    reach = t_quantile((1 + level) / 2, len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
-    return Estimate(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach), len(logs), level)
+        return Estimate(math.exp(middle), math.nan, math.nan, len(logs))
+    reach = t_quantile((1 + LEVEL) / 2, len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
+    return Estimate(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach), len(logs))
 
 
 @cache

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+_AT_ONCE = 16  # windows in a forward pass
 Distance = Callable[[Float[Tensor, "*rows vocab"], Float[Tensor, "*rows vocab"]], Float[Tensor, "*rows"]]
 
 
@@ -46,25 +47,18 @@ def text_loss(model: nn.Module, windows: Int[Tensor, "rows length"], *, low: boo
 
 
 @torch.no_grad()
-def nats(model: nn.Module, windows: Int[Tensor, "rows length"], *, at_once: int = 16) -> tuple[float, int]:
-    """Sum of the cross-entropies of windows in nats, and the number of predicted tokens; -1 is padding."""
-    total, count = 0.0, 0
-    for part in torch.split(windows, at_once):
-        logits = logits_of(model, part[:, :-1].clamp(min=0), low=False)
-        labels = part[:, 1:].flatten()
-        total += float(cross_entropy(logits.flatten(0, 1), labels, ignore_index=-1, reduction="sum"))
-        count += int((labels >= 0).sum())
-    return total, count
-
-
 def bits_per_byte(model: nn.Module, windows: Int[Tensor, "rows length"], size: int) -> float:
     """Bits that the model needs for a byte of complete texts (`corpus.held_out`) of `size` bytes; end tokens count."""
-    return nats(model, windows)[0] / math.log(2) / size
+    nats = 0.0
+    for part in torch.split(windows, _AT_ONCE):
+        logits, labels = logits_of(model, part[:, :-1].clamp(min=0), low=False), part[:, 1:].flatten()
+        nats += float(cross_entropy(logits.flatten(0, 1), labels, ignore_index=-1, reduction="sum"))
+    return nats / math.log(2) / size
 
 
 @torch.no_grad()
 def agreement(
-    target: nn.Module, draft: nn.Module, windows: Int[Tensor, "rows length"], *, skip: int = 0, at_once: int = 16
+    target: nn.Module, draft: nn.Module, windows: Int[Tensor, "rows length"], *, skip: int = 0
 ) -> dict[str, float]:
     """Agreement of a draft with a target at temperature 1, over the positions of windows, where -1 is padding.
 
@@ -75,7 +69,7 @@ def agreement(
         often both models have the same most likely token.
     """
     total, top, count = 0.0, 0, 0
-    for part in torch.split(windows, at_once):
+    for part in torch.split(windows, _AT_ONCE):
         ids, there = part[:, :-1].clamp(min=0), part[:, 1:] >= 0
         there[:, : max(skip - 1, 0)] = False
         p, q = (logits_of(model, ids, low=False)[there].softmax(-1) for model in (target, draft))

@@ -136,21 +136,15 @@ def row_batches(rows: JudgeRows, size: int, seed: int) -> Callable[[int], JudgeR
 
 
 @torch.no_grad()
-def evaluate_head(
-    head: Head, rows: JudgeRows, known: JudgeRows, labels: Labels, threshold: float | None = None
-) -> dict[str, Any]:
-    """Figures of a head on held-out rows, which depend on its kind; `known` are the training rows, for the baselines.
-
-    `threshold` is the tau of a verifier; None for the head's own.
-    """
+def evaluate_head(head: Head, rows: JudgeRows, known: JudgeRows, labels: Labels) -> dict[str, Any]:
+    """Figures of a head on held-out rows, which depend on its kind; `known` are the training rows, for baselines."""
     head.eval()
     output = run_head(head, rows).double()
     if head.config.kind == "log_ratio":
         return _ratio_figures(output, rows, known)
     if head.config.kind == "acceptance":
         return _acceptance_figures(output, rows, known, labels)
-    tau = head.config.threshold if threshold is None else threshold
-    return _verifier_figures(output.sigmoid(), rows, known, labels, tau)
+    return _verifier_figures(output.sigmoid(), rows, known, labels, head.config.threshold)
 
 
 def _acceptance_figures(output: Tensor, rows: JudgeRows, known: JudgeRows, labels: Labels) -> dict[str, Any]:
