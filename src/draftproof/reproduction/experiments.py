@@ -149,7 +149,8 @@ class Experiments:
         file = self.folder / f"{kind}-{digest(FORMAT, kind, described)[:16]}.json"
         if not file.exists():
             self._notify(_line(kind, described))
-        found: Made = remembered(file, lambda: {"key": described, "rows": make()})["rows"]
+        record: dict[str, Any] = remembered(file, lambda: {"key": described, "rows": make()})
+        found: Made = record["rows"]
         return found
 
     def runs(self, run: PlannedRun) -> list[Row]:
