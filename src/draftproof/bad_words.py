@@ -15,37 +15,21 @@ from draftproof.errors import UserError
 
 @dataclass(slots=True)
 class _Node:
-    """Tokens at the end of an output, and what they say.
-
-    Attributes:
-        ends: tokens that would complete a sequence.
-        before: by the token before them: the tokens up to the next node, and that node.
-    """
+    """Tokens at the end of an output: what would complete a sequence, and by the token before them the next node."""
 
     ends: tuple[int, ...] = ()
     before: dict[int, tuple[tuple[int, ...], _Node]] = field(default_factory=dict)
 
 
 class BadWords:
-    """Token sequences that no output completes.
-
-    Args:
-        sequences: each of one token or more.
-
-    Attributes:
-        sequences: each once.
-        single: those of one token, which are illegal anywhere.
-        several: whether there are longer ones.
-        longest: tokens before the last one that have to be known.
-        bounds: the least and the largest token; None where there is none.
-    """
+    """Token sequences, each of one token or more, that no output completes."""
 
     def __init__(self, sequences: Sequence[Sequence[int]] = ()) -> None:
-        self.sequences = tuple(dict.fromkeys(tuple(each) for each in sequences))
-        self.single = tuple(sorted(each[0] for each in self.sequences if len(each) == 1))
+        self.sequences = tuple(dict.fromkeys(tuple(each) for each in sequences))  # each once
+        self.single = tuple(sorted(each[0] for each in self.sequences if len(each) == 1))  # illegal anywhere
         longer = [each for each in self.sequences if len(each) > 1]
         self.several = bool(longer)
-        self.longest = max(map(len, longer), default=1) - 1
+        self.longest = max(map(len, longer), default=1) - 1  # tokens before the last one that have to be known
         ids = set(chain.from_iterable(self.sequences))
         self.bounds = (min(ids), max(ids)) if ids else None
         self._root = _tree(longer)
@@ -96,11 +80,7 @@ def _shared(one: Sequence[int], other: Sequence[int], known: int) -> int:
 
 
 def bad_word_ids(words: Sequence[str], encode: Callable[[str], Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of each word as it stands and after a space, where that starts with another token.
-
-    Raises:
-        UserError: no tokenizer, or a word that encodes to nothing.
-    """
+    """Token sequences of each word as it stands and after a space, where that starts with another token."""
     if words and encode is None:
         raise UserError(f"bad_words: expected none, because there is no tokenizer, got {len(words)} texts")
     found: dict[tuple[int, ...], None] = {}

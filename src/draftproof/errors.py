@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,8 @@ LEAVING = (KeyboardInterrupt, SystemExit, GeneratorExit)  # exceptions that say 
 class UserError(ValueError):
     """A mistake that the user can correct; the message is one line: cause, offending value, what is legal, next step.
 
-    The command line prints it on stderr and exits with code 1, without a traceback.
+    The command line prints it on stderr and exits with code 1, without a traceback. Whatever takes a name, a file or a
+    number of the user's may raise it, so docstrings name it only where that says more.
     """
 
 
@@ -69,6 +70,16 @@ def reason(cause: BaseException) -> str:
 def printable(text: str) -> str:
     """A text of strangers for a terminal: characters that move the cursor, hide or turn text are written as escapes."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def refuse_unknown(what: str, value: str, legal: Iterable[str]) -> None:
+    """Refuse a value that is not among the legal ones, which the message names.
+
+    Raises:
+        UserError: it is not.
+    """
+    if value not in (known := list(legal)):
+        raise UserError(f"{what}: expected one of {', '.join(known)}, got {value!r}")
 
 
 def refuse_below_one(**numbers: int) -> None:

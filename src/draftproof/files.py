@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 from uuid import uuid4
 
 from draftproof.errors import UserError, reason
 
 _LEFTOVER = re.compile(r"\.[0-9a-f]{32}(\.download\.\w+)?$")  # ends the names of what is not whole yet
 _log = logging.getLogger(__name__)
+_Value = TypeVar("_Value")
 
 
 def home() -> Path:
@@ -308,6 +309,25 @@ def whole_file(out: Path, *, durable: bool = False) -> Iterator[Path]:
         work.unlink(missing_ok=True)
 
 
+def write_text(out: Path, text: str) -> None:
+    """Write a text file, whole or not at all."""
+    with whole_file(out) as work:
+        work.write_text(text, encoding="utf-8")
+
+
+def write_json(out: Path, content: Any) -> None:
+    """Write indented JSON, whole or not at all."""
+    write_text(out, json.dumps(content, indent=2) + "\n")
+
+
+def remembered(file: Path, make: Callable[[], _Value]) -> _Value:
+    """The value of a JSON file, which is made and written if it does not exist; so a resumed run repeats nothing."""
+    if not file.exists():
+        write_text(file, json.dumps(make()) + "\n")
+    found: _Value = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
 @contextmanager
 def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Hold the lock of the file `path`: of several processes or threads, one is in the block at a time.
@@ -355,10 +375,6 @@ def _lock_file(path: Path) -> IO[bytes]:
 
 
 def refuse_existing(out: Path) -> None:
-    """Refuse a path that exists, before work on it begins.
-
-    Raises:
-        UserError: the path exists.
-    """
+    """Refuse a path that exists, before work on it begins."""
     if out.exists():
         raise UserError(f"{out} exists already: choose another path, or remove it first")

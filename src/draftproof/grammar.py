@@ -226,11 +226,7 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def _calmly(call: Callable[[], _Made]) -> _Made:
-    """What a call into llguidance returns.
-
-    Raises:
-        _Stuck: it failed, or panicked.
-    """
+    """What a call into llguidance returns; _Stuck where it failed, or panicked."""
     try:
         return call()
     except ValueError as error:
@@ -244,14 +240,9 @@ def _calmly(call: Callable[[], _Made]) -> _Made:
 
 
 class Grammars:
-    """Compiles grammars for one model; threads may share it.
+    """Compiles grammars for one model, given llguidance's tokenizer and the width of its logits; threads may share it.
 
-    No lock is held while a grammar is compiled.
-
-    Args:
-        tokenizer: llguidance's, of the model.
-        vocab_size: the width of the model's logits.
-        checker: tries grammars beforehand; without one a grammar that takes too much is not refused.
+    No lock is held while a grammar is compiled. Without a checker, a grammar that takes too much is not refused.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, checker: Checker | None = None) -> None:
@@ -264,11 +255,7 @@ class Grammars:
 
     @classmethod
     def of(cls, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
-        """For a transformers tokenizer.
-
-        Raises:
-            UserError: llguidance is not installed, or cannot read the tokenizer; a model without an end token.
-        """
+        """For a transformers tokenizer."""
         try:
             from llguidance import LLTokenizer
         except ImportError:
@@ -286,14 +273,7 @@ class Grammars:
         return cls(made, vocab_size, Checker(text, size, ends))
 
     def constraint(self, spec: str) -> Constraint:
-        """A grammar at its beginning, for one request.
-
-        Args:
-            spec: as in the module's docstring.
-
-        Raises:
-            UserError: a grammar that cannot be read, or takes too much.
-        """
+        """A grammar, written as the module's docstring has it, at its beginning, for one request."""
         found = self._known(spec) or self._new(spec)
         found.users += 1
         return Matcher(found, self._vocab_size, self._tokenizer.eos_tokens)

@@ -35,25 +35,14 @@ class BusyError(UserError):
 
 @dataclass(frozen=True)
 class Cost:
-    """What a grammar took when it was tried.
-
-    Attributes:
-        seconds: of processor time to compile it.
-        size: bytes that it holds.
-    """
+    """What a grammar took when it was tried: seconds of processor time to compile it, and bytes that it holds."""
 
     seconds: float
     size: int
 
 
 class Checker:
-    """Tries grammars for one tokenizer; threads may share it. Processes start when they are needed.
-
-    Args:
-        tokenizer: as the JSON of a fast tokenizer.
-        vocab_size: of the masks.
-        eos_token_ids: tokens that end a text.
-    """
+    """Tries grammars for one tokenizer, the JSON of a fast one; threads may share it. Processes start when needed."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         first = {"path": sys.path, "tokenizer": tokenizer, "vocab_size": vocab_size, "ends": list(eos_token_ids)}

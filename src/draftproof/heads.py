@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from draftproof.errors import UserError, reason
+from draftproof.errors import UserError, reason, refuse_unknown
 
 KINDS = ("acceptance", "log_ratio", "verifier")
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -33,32 +33,19 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Kind and shape of a head, and the models it was trained for.
+    """Kind and shape of a head, and the models it was trained for."""
 
-    Attributes:
-        kind: acceptance, log_ratio or verifier.
-        hidden_size: width of the draft model's last hidden state.
-        draft: the draft model it was trained on.
-        target: the target model that its labels came from.
-        depth: residual blocks before the output layer; 0 is a linear head.
-        shared_blocks: whether all blocks share one set of weights, as in the published code of SpecDec++.
-        reads_draw: whether log q(y) is a further input (kind verifier only, since the state before y does not depend on
-            y).
-        threshold: the default threshold of its stopper; each stopper defines its meaning.
-    """
-
-    kind: str
-    hidden_size: int
-    draft: str
-    target: str
-    depth: int = 3
-    shared_blocks: bool = False
-    reads_draw: bool = False
-    threshold: float = 0.5
+    kind: str  # acceptance, log_ratio or verifier
+    hidden_size: int  # width of the draft model's last hidden state
+    draft: str  # the draft model it was trained on
+    target: str  # the target model that its labels came from
+    depth: int = 3  # residual blocks before the output layer; 0 is a linear head
+    shared_blocks: bool = False  # whether all blocks share one set of weights, as in the published code of SpecDec++
+    reads_draw: bool = False  # whether log q(y) is a further input; verifiers only
+    threshold: float = 0.5  # the default threshold of its stopper; each stopper defines its meaning
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UserError(f"kind of a head: expected one of {', '.join(KINDS)}, got {self.kind!r}")
+        refuse_unknown("kind of a head", self.kind, KINDS)
         if self.hidden_size < 1 or not 0 <= self.depth <= 64:
             raise UserError(
                 f"head: expected a width of 1 or more and a depth of 0 to 64, got {self.hidden_size} and {self.depth}"
@@ -72,9 +59,6 @@ class HeadConfig:
 
 class Head(nn.Module):
     """A residual network with SiLU blocks and one output; a linear layer at depth 0.
-
-    Args:
-        config: its kind and shape.
 
     Source: SpecDec++, arXiv 2405.19715, section 4.1; the linear head is that of SPRINTER, arXiv 2502.04557.
     """
@@ -94,12 +78,7 @@ class Head(nn.Module):
     def forward(
         self, hidden: Float[Tensor, "*rows dim"], log_q: Float[Tensor, "*rows"] | None = None
     ) -> Float[Tensor, "*rows"]:
-        """The output before the sigmoid, in float32.
-
-        Args:
-            hidden: last hidden states of the draft model, of any float dtype.
-            log_q: log q of the drawn tokens, for heads with `reads_draw`.
-        """
+        """The output before the sigmoid, in float32; heads with `reads_draw` get `log_q` of the drawn tokens."""
         x = hidden.float()
         for place in range(self.config.depth):
             block = self.blocks[0 if self.config.shared_blocks else place]
@@ -119,11 +98,7 @@ def save_head(head: Head, directory: Path) -> None:
 
 
 def load_head(directory: str | Path) -> Head:
-    """Read a head from its directory.
-
-    Raises:
-        UserError: a file is missing, the config is not that of a head, or the weights have another shape.
-    """
+    """Read a head from its directory."""
     where = Path(directory).expanduser()
     for name in (CONFIG, WEIGHTS):
         if not (where / name).is_file():

@@ -68,24 +68,16 @@ class ReleaseTimes:
 
 
 class Peak:
-    """Peak memory from its construction to `stop`.
-
-    Args:
-        device: the device whose memory is measured; for a CPU, the whole process.
-
-    Attributes:
-        how: the method, a key of HOW.
-        before: bytes at the beginning; None where the system does not report them.
-    """
+    """Peak memory of a device (for a CPU, of the whole process) from its construction to `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sampler: _Sampler | None = None
         if device.type == "cuda":
-            self.how = "cuda"
+            self.how = "cuda"  # a key of HOW
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
-            self.before: int | None = torch.cuda.memory_allocated(device)
+            self.before: int | None = torch.cuda.memory_allocated(device)  # None where the system does not say
             return
         self.before = resident()
         self.how = "mark" if _reset_mark() else "whole" if self.before is None else "sampled"

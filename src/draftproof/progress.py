@@ -15,7 +15,6 @@ class Tick(Protocol):
 
     def __call__(self, done: int, *, tokens: int = 0, loss: float | None = None) -> None:
         """`done` pieces of the job are finished; `tokens` were processed since the last call."""
-        ...
 
 
 Watch = Callable[[str, int, int], AbstractContextManager[Tick]]  # title, total, already done

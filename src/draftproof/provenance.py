@@ -46,11 +46,7 @@ def file_digest(path: Path) -> str:
 
 
 def fingerprint(name: str) -> str:
-    """A hash of a model: of its files, or of hub id and commit for a model in the hub's cache.
-
-    Args:
-        name: a registered name, hub id, directory or .gguf file.
-    """
+    """A hash of a model, by any name: of its files, or of hub id and commit for a model in the hub's cache."""
     where = Path(models.resolve(name))
     if where.is_file():
         return digest(file_digest(where))
@@ -76,9 +72,6 @@ def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
 def run_facts(device: torch.device | str = "cpu") -> dict[str, Any]:
     """The facts at the beginning of every results file; call this when the run begins.
 
-    Args:
-        device: where the models run.
-
     Returns:
         commit (None if the package is not in a git checkout) and whether its files were changed since; date (UTC);
         command line; versions; machine: see `machine`, with processor, those of its flags that decide which kernels
@@ -98,10 +91,9 @@ def run_facts(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def header(facts: Mapping[str, Any]) -> list[str]:
-    """The opening lines of a results file in Markdown.
+    """The opening lines of a results file in Markdown, from `run_facts`.
 
-    Args:
-        facts: from `run_facts`. Files of earlier versions may have fewer facts about the machine, and a `note`.
+    Files of earlier versions may have fewer facts about the machine, and a `note`.
     """
     machine = facts["machine"]
     shown = [machine.get("accelerator") or machine.get("processor") or "processor unknown", _flags(machine)]
@@ -196,13 +188,8 @@ def provenance(
 ) -> dict[str, Any]:
     """The content of an artefact's provenance.json.
 
-    Args:
-        data: name, hash and size of each data file.
-        seed: seed of all random choices.
-        metrics: the main figures of the artefact.
-        seconds: wall-clock seconds of the run; of its last part if it was interrupted.
-        device: the device of the training.
-        origin: further entries: options, models and their fingerprints.
+    The seconds are those of the run's last part if it was interrupted. `origin` has further entries: options, models
+    and their fingerprints.
     """
     return {
         "command": command(),
@@ -263,8 +250,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write indented JSON."""
-    path.write_text(json.dumps(content, indent=2, sort_keys=False) + "\n", encoding="utf-8")

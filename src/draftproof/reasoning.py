@@ -39,21 +39,13 @@ MOST_BLANK = 4  # tokens that a template may write after a marker
 
 @dataclass(frozen=True)
 class ReasoningMarkers:
-    """The markers of a model.
+    """The markers of a model."""
 
-    Attributes:
-        begin: id of the token that reasoning begins with.
-        end: id of the token that it ends with.
-        opening: ids that follow the first one and belong to it.
-        turn: ids between the end of the reasoning and what follows.
-        answer: ids of the header of an answer.
-    """
-
-    begin: int
-    end: int
-    opening: tuple[int, ...] = ()
-    turn: tuple[int, ...] = ()
-    answer: tuple[int, ...] = ()
+    begin: int  # id of the token that reasoning begins with
+    end: int  # id of the token that it ends with
+    opening: tuple[int, ...] = ()  # ids that follow the first one and belong to it
+    turn: tuple[int, ...] = ()  # ids between the end of the reasoning and what follows
+    answer: tuple[int, ...] = ()  # ids of the header of an answer
 
     @property
     def first(self) -> tuple[int, ...]:
@@ -109,9 +101,6 @@ def reasoning_markers(tokenizer: Any) -> ReasoningMarkers | None:
 
     A checkpoint may name them itself, in the template that transformers reads answers back with; else its chat template
     has those of a known family.
-
-    Args:
-        tokenizer: with the chat template; None for none.
     """
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(template, str):
@@ -154,10 +143,8 @@ def _declared(tokenizer: Any) -> Iterator[tuple[str, str]]:
 def reasoning_after(prompt_ids: Sequence[int], markers: ReasoningMarkers, blank: set[int]) -> Reasoning | None:
     """How the answer to a prompt begins; None where the prompt says that the model is not to reason.
 
-    Args:
-        prompt_ids: of the prompt; only its end counts, so that nothing in a message is taken for a marker.
-        markers: of the model.
-        blank: ids among the last ones of the prompt that are blanks only.
+    Only the prompt's end counts, so that nothing in a message is taken for a marker. `blank` are ids among the last
+    ones that are blanks only.
     """
     first = markers.first
     for spent, token in enumerate(reversed(prompt_ids[-MOST_BLANK - 1 :])):

@@ -10,8 +10,8 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from draftproof.errors import UserError
-from draftproof.files import whole_file
-from draftproof.provenance import KEY, header, write_json
+from draftproof.files import whole_file, write_json, write_text
+from draftproof.provenance import KEY, header
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
@@ -27,10 +27,7 @@ def _row(cells: Sequence[str]) -> str:
 def columns(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Container[int] = ()) -> list[str]:
     """The lines of a table for a terminal or a file: columns two spaces apart, each as wide as its longest cell.
 
-    Args:
-        heads: names of the columns.
-        rows: a cell for each column.
-        numbers: columns whose cells stand to the right.
+    The cells of columns in `numbers` stand to the right.
     """
     lines = [heads, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -59,19 +56,12 @@ def mean_and_error(values: Sequence[float], digits: int) -> str:
 
 @dataclass(frozen=True)
 class Results:
-    """The results of a measurement, ready to be printed and written.
+    """The results of a measurement, ready to be printed and written."""
 
-    Attributes:
-        title: of the page.
-        lines: Markdown below the header: remarks and tables.
-        figures: the same figures with the raw measurements, as values for JSON.
-        facts: from `draftproof.provenance.run_facts`, at the beginning of the run.
-    """
-
-    title: str
-    lines: Sequence[str]
-    figures: Mapping[str, Any]
-    facts: Mapping[str, Any]
+    title: str  # of the page
+    lines: Sequence[str]  # Markdown below the header: remarks and tables
+    figures: Mapping[str, Any]  # the same figures with the raw measurements, as values for JSON
+    facts: Mapping[str, Any]  # from `draftproof.provenance.run_facts`, at the beginning of the run
 
     def markdown(self) -> str:
         """The whole page."""
@@ -85,10 +75,8 @@ class Results:
     def write(self, out: Path) -> list[Path]:
         """Write OUT.md and OUT.json; returns both paths."""
         page, figures = (out.parent / f"{out.name}{ending}" for ending in (".md", ".json"))
-        with whole_file(page) as work:
-            work.write_text(self.markdown(), encoding="utf-8")
-        with whole_file(figures) as work:
-            write_json(work, self.to_dict())
+        write_text(page, self.markdown())
+        write_json(figures, self.to_dict())
         return [page, figures]
 
 
@@ -102,11 +90,7 @@ def finite(value: Any) -> Any:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty matplotlib figure of a size in inches.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """An empty matplotlib figure of a size in inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

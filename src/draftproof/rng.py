@@ -52,11 +52,9 @@ class Rng(Protocol):
 
     def bernoulli(self, prob: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
         """One independent yes/no for each probability."""
-        ...
 
     def categorical(self, weights: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
         """One index for each row of non-negative weights, which need not sum to 1."""
-        ...
 
 
 @runtime_checkable
@@ -68,7 +66,6 @@ class RoundRng(Protocol):
 
         `place` distinguishes draws of one purpose in one round, such as the steps of a chain.
         """
-        ...
 
 
 def _mix(x: int) -> int:

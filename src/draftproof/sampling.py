@@ -293,7 +293,6 @@ class Constraint(Protocol):
 
     def fresh(self) -> Constraint:
         """The same, for another continuation."""
-        ...
 
     def allowed(self, output_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> Bool[Tensor, "rows vocab"]:
         """For each path after the committed tokens a mask of the tokens that may follow; any, where none can be.
@@ -301,11 +300,9 @@ class Constraint(Protocol):
         Raises:
             NoTokenError: the committed tokens do not fit, or what may follow cannot be found.
         """
-        ...
 
     def forced(self, output_ids: Sequence[int]) -> list[int]:
         """The tokens that must follow the committed ones, as far as there is no choice."""
-        ...
 
 
 @runtime_checkable
@@ -316,7 +313,6 @@ class ScoreProcessor(Protocol):
         self, scores: Float[Tensor, "rows vocab"], output_ids: Sequence[int], paths: Sequence[Sequence[int]]
     ) -> Float[Tensor, "rows vocab"]:
         """New scores of each row, which may depend on its context: the committed tokens and the row's drafted path."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.loading.options import draft_dtype
 from draftproof.drafters.draft_model import DraftModel
-from draftproof.drafters.feature_head import FeatureModel, feature_drafter
+from draftproof.drafters.head import following_drafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.stoppers.fixed import FixedLength
+from support.feature_heads import model_for
 from support.helpers import CONFIGS, assert_output_distribution, random_model
 from support.native_levels import needs_native
 from support.quantized_drafts import WIDE, tiny
@@ -73,7 +74,7 @@ def head(target, bits):
     config = FeatureConfig(
         target=target.name, vocab_size=97, hidden_size=32, heads=1, key_heads=1, inner_size=48, ids=97
     )
-    return FeatureModel(target, FeatureNet(config), bits=bits)
+    return model_for(target, FeatureNet(config), bits=bits)
 
 
 @needs_native
@@ -83,7 +84,8 @@ def test_a_quantized_feature_head_drafts_nearly_the_same(bits):
     assert isinstance(head(target, bits).backend, FeatureBackend)
     outs = []
     for each in (None, bits):
-        engine = Engine(target, feature_drafter(head(target, each), FixedLength(3)), make_verifier("block"))
+        drafter = following_drafter(head(target, each), FixedLength(3), "feature_head")
+        engine = Engine(target, drafter, make_verifier("block"))
         (out,) = engine.generate([[5, 9, 2]], GREEDY)
         outs.append(out.token_ids)
         assert out.stats.num_draft_tokens > 0

@@ -8,14 +8,9 @@ from draftproof.backends.base import Feed
 from draftproof.backends.heads.self_draft import EarlyExitBackend
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.truncate import first_layers
-from draftproof.drafters.self_draft import EarlyExitModel, self_drafter
 from draftproof.engine.registry import make_drafter
-from draftproof.stoppers.fixed import FixedLength
 from support.helpers import CONFIGS, assert_output_distribution, backend, engine, random_model, tiny_llama
-
-
-def drafted(target, layers, *, chains=1, length=4):
-    return self_drafter(EarlyExitModel(target, layers), FixedLength(length), chains=chains)
+from support.quantized_drafts import early_exit
 
 
 @pytest.mark.parametrize("name", [*CONFIGS])
@@ -62,7 +57,7 @@ def test_greedy_output_is_the_targets(chains, length):
     made = engine(draft=None, verifier="trie_block" if chains > 1 else "block")
     made = Engine(
         target,
-        drafted(target, 3, chains=chains, length=length),
+        early_exit(target, 3, chains=chains, length=length),
         made.verifier,
         tokenizer=made.tokenizer,
         eos_token_ids=(1, 2),
@@ -75,7 +70,7 @@ def test_greedy_output_is_the_targets(chains, length):
 
 def test_it_takes_no_slot_of_its_own():
     target = HFBackend(random_model(CONFIGS["llama"]()), name="llama")
-    made = Engine(target, drafted(target, 1))
+    made = Engine(target, early_exit(target, 1))
     made.generate([[1, 2], [3, 4, 5]], SamplingParams(max_tokens=6))
     assert sorted(target._cache._free) == [0, 1], "two sequences, two slots, both given back"
 
@@ -84,7 +79,7 @@ def test_it_takes_no_slot_of_its_own():
 def test_exact_output_distribution_on_a_real_model(chains, rule):
     target = tiny_llama()
     assert_output_distribution(
-        target, lambda: drafted(target, 1, chains=chains, length=2), rule, length=2 if chains > 1 else 3
+        target, lambda: early_exit(target, 1, chains=chains, length=2), rule, length=2 if chains > 1 else 3
     )
 
 

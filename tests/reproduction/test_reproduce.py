@@ -49,25 +49,25 @@ def experiments(tmp_path_factory):
 def test_exact_recipes_reproduce_every_cell(tmp_path):
     made = reproduce.reproduce(EXACT, tmp_path, TINY)
     for each in made:
-        assert each.content["claims"], each.name
-        assert {cell["mark"] for cell in each.content["cells"]} == {Mark.REPRODUCED}, each.name
-        assert (tmp_path / f"{each.name}.png").stat().st_size > 1000
+        assert each["claims"], each["name"]
+        assert {cell["mark"] for cell in each["cells"]} == {Mark.REPRODUCED}, each["name"]
+        assert (tmp_path / f"{each['name']}.png").stat().st_size > 1000
 
 
 def test_recipes_of_models_end_to_end(tmp_path):
     said = []
     names = ["block-verification-figure4", "block-verification-table4", "specdec-pp-table1"]
     made = reproduce.reproduce(names, tmp_path, TINY, notify=said.append)
-    assert [each.name for each in made] == [
+    assert [each["name"] for each in made] == [
         "block-verification-figure4",
         "block-verification-table4",
         "specdec-pp-table1",
     ]
     report = (tmp_path / "reproduce.md").read_text(encoding="utf-8")
     for each in made:
-        assert f"## {each.name}: " in report
-        paper = each.content["paper"]
-        assert len(each.content["cells"]) == sum(x is not None for row in paper["rows"].values() for x in row)
+        assert f"## {each['name']}: " in report
+        paper = each["paper"]
+        assert len(each["cells"]) == sum(x is not None for row in paper["rows"].values() for x in row)
     assert "| LM1B | 3.21" in report
     assert "embedded:target / embedded:draft" in report
     whole = json.loads((tmp_path / "reproduce.json").read_text(encoding="utf-8"))
@@ -105,27 +105,26 @@ def test_recipes_of_every_module_run_often():
 def test_recipes_run(module, tmp_path, monkeypatch):
     monkeypatch.setattr(draft_samples, "STEPS", 10)
     made = reproduce.reproduce(OFTEN[module], tmp_path, TINY)
-    assert sorted(each.name for each in made) == sorted(OFTEN[module])
+    assert sorted(each["name"] for each in made) == sorted(OFTEN[module])
     for each in made:
-        assert each.content["cells"], each.name
-        assert each.content["rows"], each.name
+        assert each["cells"], each["name"]
+        assert each["rows"], each["name"]
 
 
 @pytest.mark.slow
 def test_every_recipe_runs(tmp_path):
     made = reproduce.reproduce([], tmp_path, TINY)
-    assert [each.name for each in made] == list(RECIPES)
+    assert [each["name"] for each in made] == list(RECIPES)
     for each in made:
-        assert each.content["cells"], each.name
-        assert each.content["rows"], each.name
+        assert each["cells"], each["name"]
+        assert each["rows"], each["name"]
 
 
 def test_a_second_run_measures_nothing_and_a_fresh_one_gives_the_same_tables(tmp_path, monkeypatch):
     names = ["block-verification-table4", "sprinter-table5"]
     first = reproduce.reproduce(names, tmp_path / "a", TINY)
     fresh = reproduce.reproduce(names, tmp_path / "b", TINY)
-    contents = [[each.content for each in made] for made in (first, fresh)]
-    assert without_times(contents[0]) == without_times(contents[1])
+    assert without_times(first) == without_times(fresh)
     monkeypatch.setattr(Experiments, "_turns", None)  # measuring would raise
     monkeypatch.setattr(Experiments, "_places", None)
     assert reproduce.reproduce(names, tmp_path / "a", TINY) == first
@@ -174,11 +173,11 @@ def test_compared_runs_take_turns(experiments, monkeypatch):
 
 def test_the_comparison_of_two_runs_can_fail(tmp_path):
     (made,) = reproduce.reproduce(["sprinter-table5"], tmp_path, TINY)
-    moved, late = (json.loads(json.dumps(made.content)) for _ in range(2))
+    moved, late = (json.loads(json.dumps(made)) for _ in range(2))
     moved["cells"][0]["ours"]["value"] += 1e-6
     late["seconds"] += 1.0
     late[KEY]["date"] = "another day"
-    hashes = [without_times([content]) for content in (made.content, moved, late)]
+    hashes = [without_times([content]) for content in (made, moved, late)]
     assert hashes[0] != hashes[1]
     assert hashes[0] == hashes[2]
 
@@ -193,7 +192,7 @@ def test_without_matplotlib_the_data_are_written_and_a_note_is_shown(tmp_path, m
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     said = []
     (made,) = reproduce.reproduce(["spectr-figure1"], tmp_path, TINY, notify=said.append)
-    assert made.content["figure"]["series"][0]["y"]
+    assert made["figure"]["series"][0]["y"]
     assert any("draftproof[bench]" in line for line in said)
     assert not list(tmp_path.glob("*.png"))
 

@@ -2,8 +2,9 @@
 
 import torch
 
+from draftproof.backends.heads.feature_head import FeatureBackend
 from draftproof.backends.heads.feature_net import FeatureConfig, FeatureNet
-from draftproof.drafters.feature_head import FeatureModel, feature_drafter
+from draftproof.drafters.head import FollowingModel, following_drafter
 from draftproof.stoppers.fixed import FixedLength
 
 
@@ -31,5 +32,9 @@ def net_for(target, *, ids=None, name=None, own_output=False, window=64, seed=3,
     return net.requires_grad_(requires_grad=False).eval()
 
 
+def model_for(target, net, *, bits=None, **changes):
+    return FollowingModel(FeatureBackend(target, net, bits), target, **changes)
+
+
 def drafted(target, net, *, chains=1, length=4, **changes):
-    return feature_drafter(FeatureModel(target, net, **changes), FixedLength(length), chains=chains)
+    return following_drafter(model_for(target, net, **changes), FixedLength(length), "feature_head", chains=chains)

@@ -1,9 +1,10 @@
-"""Models whose quantized weights draft."""
+"""Models that draft for themselves: with quantized weights, or by their first layers."""
 
 import transformers
 
+from draftproof.backends.heads.self_draft import EarlyExitBackend, QuantizedBackend
 from draftproof.backends.lean.backend import LeanBackend
-from draftproof.drafters.self_draft import QuantizedModel, self_drafter
+from draftproof.drafters.self_draft import SelfDraftModel, self_drafter
 from draftproof.stoppers.fixed import FixedLength
 from support.helpers import ROPE, random_model
 
@@ -11,7 +12,13 @@ WIDE = {**ROPE, "head_dim": 32}
 
 
 def drafted(target, bits=4, *, chains=1, length=4):
-    return self_drafter(QuantizedModel(target, bits), FixedLength(length), chains=chains)
+    model = SelfDraftModel(QuantizedBackend(target, bits), f"quantized:{bits}")
+    return self_drafter(model, FixedLength(length), chains=chains)
+
+
+def early_exit(target, layers, *, chains=1, length=4):
+    model = SelfDraftModel(EarlyExitBackend(target, layers), f"early_exit:{layers}")
+    return self_drafter(model, FixedLength(length), chains=chains)
 
 
 def tiny(kind=LeanBackend, **options):

@@ -14,11 +14,10 @@ from draftproof.backends.heads.published.eagle3 import eagle3_backend
 from draftproof.backends.heads.published.peagle import PEagleBackend
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.models import resolve
-from draftproof.training.eagle3_net import default_layers
+from draftproof.training.eagle3_net import PEagleModule, default_layers
 from draftproof.training.feature_head import make_feature_head
 from draftproof.training.feature_loss import Frame, feature_loss, steps
 from draftproof.training.feature_rows import Row, Store
-from draftproof.training.peagle_net import PEagleModule
 from support.helpers import CONFIGS, random_model
 from support.small_heads import job, random_net, whole_and_interrupted, write, write_texts
 

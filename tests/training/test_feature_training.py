@@ -13,14 +13,13 @@ from draftproof.backends.heads.feature_head import FeatureBackend
 from draftproof.backends.heads.feature_net import FeatureConfig, FeatureNet, load_net
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.cli.train import app
-from draftproof.drafters.feature_head import FeatureModel, feature_drafter
 from draftproof.provenance import command
-from draftproof.stoppers.fixed import FixedLength
 from draftproof.training.feature_head import make_feature_head
 from draftproof.training.feature_loss import Frame, acceptance, output_loss, steps, target_rows
 from draftproof.training.feature_options import FeatureJob
 from draftproof.training.feature_rows import Row, Store, frequent, spread, windows
 from draftproof.training.loop import TrainingPlan
+from support.feature_heads import drafted
 from support.helpers import CONFIGS, random_model, tokenizer
 from support.small_heads import whole_and_interrupted
 
@@ -185,7 +184,7 @@ def test_an_interrupted_run_gives_the_same_head(tmp_path, texts, monkeypatch):
     assert all(torch.equal(value, two[name]) for name, value in one.items())
     net = load_net(tmp_path / "cut")
     target = HFBackend(Engine.load("embedded:target").target.model, name="embedded:target")
-    assert feature_drafter(FeatureModel(target, net), FixedLength(2)).name == "feature_head"
+    assert drafted(target, net).name == "feature_head"
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,6 @@ class BatchComparison:
         repeats: turns of each data set that count, each with other questions.
         queue: questions of a turn for each request that is decoded at once; at least `fewest` questions.
         fewest: questions of a turn.
-
-    Raises:
-        UserError: a number below 1, no data set, or `drafter` is "none".
     """
 
     target: str = "embedded:stories"
@@ -73,13 +70,9 @@ class BatchComparison:
 
 
 class Timing(NamedTuple):
-    """What a turn of one engine gave.
+    """What a turn of one engine gave: seconds and tokens of all answers, and rounds of the target.
 
-    Attributes:
-        seconds: of all questions.
-        first: median seconds until the first token, of the requests that were decoded first.
-        tokens: of all answers.
-        rounds: of the target.
+    `first` is the median of the seconds until the first token, of the requests that were decoded first.
     """
 
     seconds: float
@@ -89,11 +82,7 @@ class Timing(NamedTuple):
 
 
 def compare_batches(options: BatchComparison, *, watch: Watch = silent) -> Results:
-    """Tokens a second and seconds to the first token, plain and with the drafter, for every number of requests.
-
-    Raises:
-        UserError: a model that cannot be loaded, or no such data set.
-    """
+    """Tokens a second and seconds to the first token, plain and with the drafter, for every number of requests."""
     facts = run_facts()
     cache, cell = ModelCache(), Cell(options.target, dtype=options.dtype, max_tokens=options.tokens)
     prompts = {name: [cache.encode(cell, one) for one in read_questions(name)] for name in options.dataset}

@@ -23,7 +23,7 @@ from draftproof.engine.registry import (
     make_verifier,
     why_not,
 )
-from draftproof.errors import UserError, refuse_below_one
+from draftproof.errors import UserError, refuse_below_one, refuse_unknown
 from draftproof.provenance import digest
 from draftproof.sampling import SamplingParams
 from draftproof.testing import TableModel
@@ -41,37 +41,20 @@ _REAL = ("temperature", "top_p")
 
 @dataclass(frozen=True)
 class Cell:
-    """One composition on one data set with one seed.
+    """One composition on one data set with one seed."""
 
-    Attributes:
-        target: registered name, hub id, directory or .gguf file.
-        draft: named likewise, where something reads one.
-        drafter: with its argument, so with K: "none", "model", "chains:4", "ngram:8".
-        stopper: with its argument, so with n: "fixed:4"; "" where the drafter has none.
-        verifier: the rule; "" where nothing is verified.
-        engine: a name of ENGINES.
-        setting: options of another engine beside its defaults, as "name=value,name=value".
-        dtype, backend: of the models; only our engine has a backend.
-        draft_dtype: of the draft model or head, where it has another one; "int8" and "int4" quantize its weights.
-        dataset: name of the questions.
-        temperature, top_k, top_p, max_tokens, seed: as in SamplingParams.
-
-    Raises:
-        UserError: no such engine or backend, or illegal sampling parameters.
-    """
-
-    target: str
-    draft: str | None = None
-    drafter: str = "none"
-    stopper: str = ""
-    verifier: str = ""
-    engine: str = OURS
-    setting: str = ""
-    dtype: str = "auto"
-    draft_dtype: str = "auto"
-    backend: str = "auto"
-    dataset: str = ""
-    temperature: float = 0.0
+    target: str  # registered name, hub id, directory or .gguf file
+    draft: str | None = None  # named likewise, where something reads one
+    drafter: str = "none"  # with its argument, so with K: "model", "chains:4", "ngram:8"
+    stopper: str = ""  # with its argument, so with n: "fixed:4"; "" where the drafter has none
+    verifier: str = ""  # the rule; "" where nothing is verified
+    engine: str = OURS  # a name of ENGINES
+    setting: str = ""  # of another engine beside its defaults, "name=value,name=value"
+    dtype: str = "auto"  # of the models
+    draft_dtype: str = "auto"  # of the draft model or head, where it has another one; "int8" and "int4" quantize
+    backend: str = "auto"  # of the models; only our engine has one
+    dataset: str = ""  # name of the questions
+    temperature: float = 0.0  # this and the following as in SamplingParams
     top_k: int = 0
     top_p: float = 1.0
     max_tokens: int = 64
@@ -80,11 +63,9 @@ class Cell:
     def __post_init__(self) -> None:
         refuse_below_one(max_tokens=self.max_tokens)
         read_draft_dtype(self.draft_dtype, self.dtype)
-        if self.engine not in ENGINES:
-            raise UserError(f"engine: expected one of {', '.join(ENGINES)}, got {self.engine!r}")
+        refuse_unknown("engine", self.engine, ENGINES)
         object.__setattr__(self, "backend", current_name(self.backend))
-        if self.backend not in BACKENDS:
-            raise UserError(f"backend: expected one of {', '.join(BACKENDS)}, got {self.backend!r}")
+        refuse_unknown("backend", self.backend, BACKENDS)
         for name in _REAL:  # 1 and 1.0 are one cell
             object.__setattr__(self, name, float(getattr(self.params, name)))
 
@@ -116,10 +97,7 @@ class Cell:
 
     @property
     def method(self) -> str:
-        """Its name in tables: drafter, stopper and rule, or the other engine and the values of its setting.
-
-        A directory is shown by its last part.
-        """
+        """Its name in tables: drafter (a directory by its last part), stopper and rule, or engine and setting."""
         if self.engine != OURS:
             return f"{self.engine} ({self.values})" if self.setting else self.engine
         if self.drafter == "none":
@@ -149,11 +127,7 @@ class Cell:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Cell:
-        """The cell from what `to_dict` returned.
-
-        Raises:
-            UserError: fields that a cell does not have.
-        """
+        """The cell from what `to_dict` returned."""
         names = [field.name for field in fields(cls)]
         unknown = sorted(set(values) - set(names))
         if unknown or "target" not in values:
@@ -162,12 +136,7 @@ class Cell:
 
 
 class Matrix(NamedTuple):
-    """Cells, and what was left out of them.
-
-    Attributes:
-        cells: in the order of the lists, the last list changing fastest; each composition once.
-        left_out: compositions that the engine refuses, each with its message.
-    """
+    """Cells, the last list changing fastest, each once; and those that the engine refuses, with its messages."""
 
     cells: list[Cell]
     left_out: list[tuple[Cell, str]]
@@ -176,17 +145,12 @@ class Matrix(NamedTuple):
 def matrix(*, strict: bool = False, **lists: Any) -> Matrix:
     """Every combination of the values of fields, as cells in their canonical form.
 
-    Args:
-        strict: raise where the engine refuses a composition, instead of leaving it out.
-        lists: a value or a list of values for each field of `Cell`; those not named keep their default.
-
-    Raises:
-        UserError: no such field, an empty list, a part that cannot be made, or no cell left.
+    `strict` raises where the engine refuses a composition, instead of leaving it out. `lists` has a value or a list of
+    values for fields of `Cell`.
     """
     known = [field.name for field in fields(Cell)]
-    unknown = sorted(set(lists) - set(known))
-    if unknown:
-        raise UserError(f"field of a cell: expected one of {', '.join(known)}, got {unknown[0]!r}")
+    for name in sorted(lists):
+        refuse_unknown("field of a cell", name, known)
     each = {name: _as_list(name, values) for name, values in lists.items()}
     cells: dict[Cell, None] = {}
     left_out: dict[Cell, str] = {}
@@ -237,11 +201,7 @@ def canonical(cell: Cell) -> Cell:
 
 
 def refused(cell: Cell) -> str | None:
-    """Why the engine refuses a composition; None where it runs. No model is loaded.
-
-    Raises:
-        UserError: a part that cannot be made at all: an unknown name, a broken argument, a missing head.
-    """
+    """Why the engine refuses a composition; None where it runs. No model is loaded."""
     if cell.engine == "transformers-assisted" and cell.draft is None:
         return "transformers' assisted generation needs a draft model: name one with draft (--draft)"
     part, argument = find_drafter(cell.drafter)

@@ -41,11 +41,7 @@ _LOOKUP_TOKENS = 10  # transformers' lookup is off without a number; this is the
 
 
 def parse_setting(text: str) -> dict[str, Any]:
-    """The options of a cell's setting: "name=value,name=value".
-
-    Raises:
-        UserError: the text has another form.
-    """
+    """The options of a cell's setting: "name=value,name=value"."""
     found: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, equals, value = part.partition("=")
@@ -66,16 +62,8 @@ def format_setting(options: Mapping[str, Any]) -> str:
 class Transformers:
     """transformers' `generate`, batch 1, with fresh generation options.
 
-    Args:
-        model: the target.
-        tokenizer: its tokenizer.
-        eos_token_ids: tokens that end an answer.
-        method: its name in reports.
-        assistant: the draft model of assisted generation.
-        setting: options of the assistant, or of lookup.
-
-    Raises:
-        UserError: an option that transformers does not have.
+    `method` is its name in reports, `assistant` the draft model of assisted generation, `setting` options of the
+    assistant, or of lookup.
     """
 
     def __init__(
@@ -236,16 +224,9 @@ COMPETITORS: dict[str, Callable[[ModelCache, Cell], Answerer]] = {
 
 
 def search(cache: ModelCache, cell: Cell, questions: Sequence[Question], *, watch: Watch = silent) -> dict[str, float]:
-    """Tokens a second of a competitor under each setting of its grid, the median over a few questions.
+    """Tokens a second of a competitor under each setting of its grid ("": the defaults), the median over questions.
 
-    Args:
-        cache: loaded models.
-        cell: the competitor; its setting is replaced by each of the grid's.
-        questions: a few; the settings take turns on each.
-        watch: shows progress.
-
-    Returns:
-        Rates by setting; "" means the defaults.
+    The settings take turns on each question.
     """
     grid = GRIDS.get(cell.engine, {})
     settings = ["", *(format_setting(dict(zip(grid, v, strict=True))) for v in itertools.product(*grid.values()))]

@@ -29,7 +29,7 @@ from draftproof.bench.questions import read_questions
 from draftproof.bench.report import speed
 from draftproof.engine.engine import Engine
 from draftproof.engine.stats import Stats
-from draftproof.errors import UserError, refuse_below_one
+from draftproof.errors import UserError, refuse_below_one, refuse_unknown
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts, shown_options, without_directory
 from draftproof.results import Results, table
@@ -60,9 +60,6 @@ class EngineComparison:
         dataset: of the prompts.
         tokens: tokens of every answer; stop tokens are ignored.
         repeats: turns that count, each with other prompts.
-
-    Raises:
-        UserError: an unknown engine, or a number below 1.
     """
 
     other: str = "vllm"
@@ -79,17 +76,12 @@ class EngineComparison:
     repeats: int = 6
 
     def __post_init__(self) -> None:
-        if self.other not in worker.WORKERS:
-            raise UserError(f"other engine: expected one of {', '.join(worker.WORKERS)}, got {self.other!r}")
+        refuse_unknown("other engine", self.other, worker.WORKERS)
         refuse_below_one(batch=min(self.batch), tokens=self.tokens, repeats=self.repeats)
 
 
 def compare_engines(options: EngineComparison, *, watch: Watch = silent) -> Results:
-    """Tokens a second of the other engine, of plain decoding, and of a drafter, for every batch and temperature.
-
-    Raises:
-        UserError: a model that cannot be loaded, or another engine that fails.
-    """
+    """Tokens a second of the other engine, of plain decoding, and of a drafter, for every batch and temperature."""
     facts = run_facts()
     rows: list[dict[str, Any]] = []
     turns = len(options.batch) * len(options.temperature) * (options.repeats + 1)
@@ -199,9 +191,6 @@ def _other_engine(options: EngineComparison) -> Iterator[Measure]:
     """Start the other engine's process, and end it and all processes that it started afterwards.
 
     They are stopped while it has nothing to do: an engine that waits for requests may keep a processor busy.
-
-    Raises:
-        UserError: it does not start, gives no answer in TIMEOUT seconds, or stops; with its last line on stderr.
     """
     python = str(options.python or sys.executable)
     model = str(options.model or models.resolve(options.target))

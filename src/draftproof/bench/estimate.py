@@ -25,20 +25,13 @@ Statistic = Callable[[Float[Tensor, "draws columns"]], Float[Tensor, " draws"]] 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with its interval.
+    """A figure with its interval."""
 
-    Attributes:
-        value: of what was measured.
-        low, high: ends of the interval; equal to an exact value, and nan if there are too few units for an interval.
-        count: number of independent units (questions, prompts) it is computed from; 0 for an exact value.
-        level: of confidence; 1 for an exact value.
-    """
-
-    value: float
-    low: float
+    value: float  # of what was measured
+    low: float  # ends of the interval; equal to an exact value, nan if there are too few units for an interval
     high: float
-    count: int
-    level: float = LEVEL
+    count: int  # number of independent units (questions, prompts) it is computed from; 0 for an exact value
+    level: float = LEVEL  # of confidence; 1 for an exact value
 
     @classmethod
     def exact(cls, value: float) -> Estimate:
@@ -80,17 +73,8 @@ def bootstrap(
 
     Plain percentiles of few items cover too little: with six items about 0.86 instead of 0.95. So the percentiles are
     moved outwards as far as Student's t and the factor n/(n-1) move those of a mean (Hesterberg 2015, "What teachers
-    should know about the bootstrap").
-
-    Args:
-        items: independent units, usually the questions.
-        statistic: of a list of items.
-        level: of the interval.
-        resamples: lists drawn with replacement.
-        seed: of the draws; the same items give the same interval.
-
-    Raises:
-        UserError: a level out of range.
+    should know about the bootstrap"). Items are independent units, usually the questions; equal ones give equal
+    intervals.
     """
 
     def resampled(picks: Int[Tensor, "draws items"]) -> list[float]:
@@ -111,16 +95,6 @@ def resample(
 
     Columns of one item are drawn together, so differences between columns are paired. Ratios of totals (tokens per
     call) are computed after drawing, so items have the same weights as in the sample.
-
-    Args:
-        sums: the contribution of each item to each column.
-        statistic: gives one number for each row of totals.
-        level: see `bootstrap`.
-        resamples: see `bootstrap`.
-        seed: see `bootstrap`.
-
-    Raises:
-        UserError: fewer than two items, or a level out of range.
     """
     values, count = sums.double(), sums.shape[0]
     if count < 2:
@@ -155,19 +129,14 @@ def _expanded(
     return Estimate(value, low, high, count, level)
 
 
-def geometric_mean(ratios: Sequence[float], *, level: float = LEVEL) -> Estimate:
-    """The geometric mean of ratios with a t interval on their logarithms; no interval for a single one.
-
-    Args:
-        ratios: above 0, each of an independent pair of measurements.
-        level: of the interval.
-    """
+def geometric_mean(ratios: Sequence[float]) -> Estimate:
+    """The geometric mean of independent ratios with a t interval on their logarithms; none for a single one."""
     logs = [math.log(ratio) for ratio in ratios]
     middle = fmean(logs)
     if len(logs) < 2:
-        return Estimate(math.exp(middle), math.nan, math.nan, len(logs), level)
-    reach = t_quantile((1 + level) / 2, len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
-    return Estimate(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach), len(logs), level)
+        return Estimate(math.exp(middle), math.nan, math.nan, len(logs))
+    reach = t_quantile((1 + LEVEL) / 2, len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
+    return Estimate(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach), len(logs))
 
 
 @cache

@@ -124,12 +124,8 @@ def decoding_speed(record: Record) -> float:
 def speed_ratio(own: Iterable[Record], base: Iterable[Record], of: Callable[[Record], float] = speed) -> Estimate:
     """Tokens a second divided by another cell's: the median over questions of each question's median over its repeats.
 
-    Each ratio is of two answers to one question that were measured one after the other.
-
-    Args:
-        own: records of a cell.
-        base: records of the cell that it is compared with.
-        of: the speed of one answer; answers whose speed is not known are left out.
+    Each ratio is of two answers to one question that were measured one after the other. `of` is the speed of an answer;
+    those whose speed is not known are left out.
     """
     pairs = paired(own, base)
     found = [[of(mine) / of(theirs) for mine, theirs in each] for each in pairs.values()]
@@ -254,10 +250,7 @@ def flops_per_token(records: Iterable[Record], shapes: Mapping[str, Shape | None
 class Regression:
     """T = draft * N_draft + target * N_target, fitted to answers (SpecDec++, arXiv 2405.19715, section 4.2).
 
-    Attributes:
-        draft, target: seconds of a drafted token and of a target call.
-        r_squared: 1 - the residuals' sum of squares over that of T around its mean.
-        count: answers fitted.
+    `r_squared` is 1 - the residuals' sum of squares over that of T around its mean.
     """
 
     draft: float

@@ -26,6 +26,7 @@ from draftproof.engine.registry import DEFAULT_CONSTANT_STOPPER, find_drafter
 from draftproof.errors import UserError
 from draftproof.peak import Peak
 from draftproof.sampling import SamplingParams
+from draftproof.training.responses import instruction_ids
 
 
 @runtime_checkable
@@ -34,7 +35,6 @@ class Answerer(Protocol):
 
     def answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> Answer:
         """Continue one prompt; `seconds["total"]` runs from token ids to text."""
-        ...
 
 
 class ModelCache:
@@ -44,10 +44,6 @@ class ModelCache:
         device: for all models; by default an accelerator if there is one.
         trust_remote_code: run code that comes with a model.
         tensor_parallel: processes among which targets are divided (see `Engine.load`); this is the first of them.
-
-    Attributes:
-        device: the device of all models.
-        processes: among which targets are divided.
     """
 
     def __init__(self, *, device: str | None = None, trust_remote_code: bool = False, tensor_parallel: int = 1) -> None:
@@ -73,9 +69,6 @@ class ModelCache:
         """A transformers model, for competitors.
 
         The lean forward pass changes the weights of its model, so competitors get their own copy.
-
-        Raises:
-            UserError: it cannot be loaded, is a GGUF file, or targets are divided among processes.
         """
         if self.processes != 1:
             raise UserError(
@@ -101,13 +94,6 @@ class ModelCache:
 
         A drafter that learns from earlier requests gets a new engine every time: a result must not depend on the
         answers that were measured before the run was killed.
-
-        Args:
-            cell: its target, draft and parts.
-            max_batch: requests that are decoded together.
-
-        Raises:
-            UserError: models that cannot be loaded or do not fit together.
         """
         parts = (cell.drafter, cell.stopper, cell.verifier)
         key = (cell.target, cell.draft, *parts, cell.dtype, cell.draft_dtype, cell.backend, str(max_batch))
@@ -144,21 +130,13 @@ class ModelCache:
         return over_target(self.backend(draft, dtype, backend, whole=True), self._shared[pair])
 
     def check_same_tokenizer(self, target: str, draft: str) -> None:
-        """Refuse a draft model with another tokenizer.
-
-        Raises:
-            UserError: the tokenizers differ, with a token that shows it.
-        """
+        """Refuse a draft model with another tokenizer."""
         refuse_different(self.tokenizer(target), self.tokenizer(draft), target_name=target, draft_name=draft)
 
     def pair(
         self, target: str, draft: str, dtype: str, dataset: str, questions: int
     ) -> tuple[SlotBackend, SlotBackend, list[list[int]]]:
-        """A target and its draft model, and the first questions of a data set as plain text in tokens.
-
-        Raises:
-            UserError: the tokenizers differ, or no such model or data set.
-        """
+        """A target and its draft model, and the first questions of a data set as plain text in tokens."""
         self.check_same_tokenizer(target, draft)
         tokenizer, asked = self.tokenizer(target), read_questions(dataset, questions)
         prompts = [[int(token) for token in tokenizer(question.prompt)["input_ids"]] for question in asked]
@@ -169,14 +147,9 @@ class ModelCache:
         return self.engine(canonical(replace(cell, engine=OURS, drafter="none")))
 
     def encode(self, cell: Cell, question: Question) -> list[int]:
-        """Token ids of a question, with the target's chat template if the question is a user's message.
-
-        Raises:
-            UserError: the answer does not fit into the target's context, where engines would end differently.
-        """
+        """Token ids of a question, with the target's chat template if the question is a user's message."""
         engine = self.plain_engine(cell)
-        templated = question.chat and getattr(engine.tokenizer, "chat_template", None)
-        _, ids = engine.encode([{"role": "user", "content": question.prompt}] if templated else question.prompt)
+        ids = instruction_ids(engine, question.prompt) if question.chat else engine.encode(question.prompt)[1]
         most = engine.target.max_positions
         if most is not None and len(ids) + cell.max_tokens > most:
             raise UserError(
@@ -187,11 +160,7 @@ class ModelCache:
 
 
 class Ours:
-    """draftproof's engine as an Answerer.
-
-    Args:
-        engine: has the tokenizer of its target.
-    """
+    """draftproof's engine, with the tokenizer of its target, as an Answerer."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -225,11 +194,7 @@ class Ours:
 
 
 class Stopwatch:
-    """Wall-clock seconds and peak memory from its construction to `stop`; the accelerator's work is waited for.
-
-    Args:
-        device: where the work is done.
-    """
+    """Wall-clock seconds and peak memory on a device, from its construction to `stop`; its work is waited for."""
 
     def __init__(self, device: torch.device) -> None:
         # On a CPU only the peak of the whole process is known, which includes the models of all cells.

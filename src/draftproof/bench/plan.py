@@ -13,10 +13,10 @@ from draftproof.bench.cell import ENGINES, OURS, Cell, matrix
 from draftproof.bench.competitors import GRIDS, search
 from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import Question, read_questions
-from draftproof.errors import UserError
+from draftproof.errors import refuse_unknown
+from draftproof.files import remembered
 from draftproof.progress import Watch, silent
 from draftproof.provenance import digest
-from draftproof.training.sweep import remembered
 
 SETTINGS = "settings"  # folder with the results of searches, inside the folder of a run
 SEARCH_QUESTIONS = 3  # of all data sets together
@@ -90,19 +90,12 @@ DEFAULTS = BenchOptions(
 
 @dataclass(frozen=True)
 class BenchProfile:
-    """A prepared set of options.
-
-    Attributes:
-        about: how long it takes, in a few words.
-        sizes: options for a target that the user names, and for SmolLM2-135M, measured where it was pulled.
-        embedded: other values of these options for the pair inside the package.
-        embedded_parts, pulled_parts: the parts of both.
-    """
+    """A prepared set of options; `about` says how long it takes."""
 
     about: str
-    sizes: BenchOptions
-    embedded: BenchOptions
-    embedded_parts: tuple[BenchOptions, ...]
+    sizes: BenchOptions  # for a target that the user names, and for SmolLM2-135M, measured where it was pulled
+    embedded: BenchOptions  # other values of these options for the pair inside the package
+    embedded_parts: tuple[BenchOptions, ...]  # the parts of both
     pulled_parts: tuple[BenchOptions, ...]
 
 
@@ -151,17 +144,9 @@ PROFILES = {
 
 
 def parts(options: BenchOptions, profile: str | None) -> tuple[list[BenchOptions], list[str]]:
-    """Complete options for each part of a benchmark, and notes on what was left out.
-
-    Args:
-        options: from the user; they take precedence over the profile.
-        profile: a name of PROFILES, or None.
-
-    Raises:
-        UserError: no such profile.
-    """
-    if profile is not None and profile not in PROFILES:
-        raise UserError(f"profile: expected one of {', '.join(PROFILES)}, got {profile!r}")
+    """Complete options for each part of a benchmark, the user's first, and notes on what was left out."""
+    if profile is not None:
+        refuse_unknown("profile", profile, PROFILES)
     sizes = BenchOptions() if profile is None else PROFILES[profile].sizes
     if profile is None or options.target is not None:
         return [_complete(options.over(sizes))], []
@@ -182,12 +167,7 @@ def _complete(options: BenchOptions) -> BenchOptions:
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """The arguments of `run`.
-
-    Attributes:
-        cells, questions, repeats: as in `run`.
-        notes: lines for the report: what was left out, and what searches found.
-    """
+    """The arguments of `run`; the notes say what was left out, and what searches found."""
 
     cells: list[Cell]
     questions: dict[str, list[Question]]
@@ -200,15 +180,7 @@ def plan(
 ) -> BenchPlan:
     """Cells and questions for the options of a benchmark.
 
-    Args:
-        options: from the user.
-        out: the run's folder; the best settings of competitors are kept there, so that a repeated command finds them.
-        cache: loaded models, for the search of those settings.
-        profile: a name of PROFILES, for options that the user did not give.
-        watch: shows progress.
-
-    Raises:
-        UserError: something that does not exist or does not fit.
+    The best settings of competitors are kept in `out`, the run's folder, so that a repeated command finds them.
     """
     every, notes = parts(options, profile)
     limits: dict[str, int] = {}
@@ -223,9 +195,7 @@ def plan(
         ours |= dict.fromkeys(cells)
         notes += [f"left out {cell.method}: {why}" for cell, why in left_out]
         for engine in part.competitor or ():
-            if engine not in ENGINES or engine == OURS:
-                legal = ", ".join(name for name in ENGINES if name != OURS)
-                raise UserError(f"competitor: expected one of {legal}, got {engine!r}")
+            refuse_unknown("competitor", engine, (name for name in ENGINES if name != OURS))
             lists = _shared_lists(part)
             theirs |= dict.fromkeys(matrix(**lists, draft=part.draft, engine=engine, strict=True).cells)
     tuned, found = _tuned(list(theirs), questions, out, partial(search, cache, watch=watch))

@@ -16,9 +16,8 @@ from draftproof.bench.measures import first, paired, question_and_seed
 from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import Question
 from draftproof.bench.record import Record
-from draftproof.files import whole_file
+from draftproof.files import write_json
 from draftproof.progress import Watch, silent
-from draftproof.provenance import write_json
 from draftproof.sampling import SamplingParams
 from draftproof.training.features import ModelPair
 from draftproof.training.metrics import rouge_scores
@@ -42,15 +41,7 @@ def score(
     *,
     watch: Watch = silent,
 ) -> None:
-    """Compute the likelihood of the answers in every setting with a lossy method, and keep it in the run's folder.
-
-    Args:
-        records: of the run.
-        questions: by data set.
-        out: the run's folder; an answer is scored once.
-        cache: loaded models.
-        watch: shows progress.
-    """
+    """Keep the likelihood of all answers in settings with a lossy method in the run's folder; each is made once."""
     own = first(records)
     lossy = {record.cell.group for record in own if not record.cell.lossless}
     known = dict(read_scores(out))
@@ -63,8 +54,7 @@ def score(
             question = by_id[record.cell.dataset, record.question]
             known[name_of(record)] = log_likelihood(cache, record.cell, question, record.answer.token_ids)
             tick(number, tokens=record.answer.tokens)
-    with whole_file(out / FILE) as work:
-        write_json(work, known)
+    write_json(out / FILE, known)
 
 
 def read_scores(out: Path) -> Scores:
@@ -93,10 +83,7 @@ def likelihood(records: Iterable[Record], scores: Scores) -> Estimate | None:
 
 
 def rouge(own: Iterable[Record], base: Iterable[Record]) -> Estimate | None:
-    """ROUGE-L (F-measure) against another cell's answers, the mean over questions.
-
-    None without the package rouge-score (extra `bench`), or without a common question.
-    """
+    """ROUGE-L against another cell's answers, the mean over questions; None without package or common question."""
     found = []
     for pairs in paired(first(own), first(base)).values():
         texts = [side.answer.text for pair in pairs for side in pair]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftproof.errors import UserError, reason
+from draftproof.errors import UserError, reason, refuse_unknown
 from draftproof.provenance import digest
 from draftproof.training.data import FORMS, parse_json, read_text
 
@@ -24,21 +24,13 @@ SHORTEST = 8  # words; a shorter text is a heading
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt of a data set.
+    """One prompt of a data set."""
 
-    Attributes:
-        id: within its data set.
-        dataset: the data set's name.
-        turns: messages of a user, turn by turn; the first is the question.
-        chat: whether it is a user's message to a chat model; otherwise it is a text to be continued.
-        category: in its data set, "" if there is none.
-    """
-
-    id: str
-    dataset: str
-    turns: tuple[str, ...]
-    chat: bool = True
-    category: str = ""
+    id: str  # within its data set
+    dataset: str  # the data set's name
+    turns: tuple[str, ...]  # messages of a user, turn by turn; the first is the question
+    chat: bool = True  # whether it is a user's message to a chat model; otherwise it is a text to be continued
+    category: str = ""  # in its data set, "" if there is none
 
     @property
     def prompt(self) -> str:
@@ -59,9 +51,6 @@ def read_questions(name: str, limit: int | None = None) -> list[Question]:
             prompt or text), .txt (one prompt a line), also .gz and .xz; FORM:FILE for plain text in one of
             training.data.FORMS, each text cut to its first OPENING words; or hub:OWNER/NAME[:SPLIT[:COLUMN]].
         limit: how many to take from the beginning; None takes all.
-
-    Raises:
-        UserError: no such data set, another format (with the line), or no question in it.
     """
     if limit is not None and limit < 1:
         raise UserError(f"limit of questions: expected 1 or more, got {limit}")
@@ -161,11 +150,7 @@ _OBJECTS = (
 
 
 def _hub_rows(spec: str) -> list[dict[str, Any]]:
-    """The rows of a data set of the hub, by the `datasets` library.
-
-    Raises:
-        UserError: the library is missing, no such data set or column, or the hub cannot be reached.
-    """
+    """The rows of a data set of the hub, by the `datasets` library."""
     name, split, column = (*spec.split(":"), "", "")[:3]
     try:
         library: Any = importlib.import_module("datasets")
@@ -178,6 +163,6 @@ def _hub_rows(spec: str) -> list[dict[str, Any]]:
         raise UserError(
             f"cannot load {name!r} from the hub: {reason(cause)}; a data set is named hub:OWNER/NAME[:SPLIT[:COLUMN]]"
         ) from cause
-    if column and column not in names:
-        raise UserError(f"column of {name}: expected one of {', '.join(names)}, got {column!r}")
+    if column:
+        refuse_unknown(f"column of {name}", column, names)
     return [{"prompt": row[column]} if column else dict(row) for row in loaded]

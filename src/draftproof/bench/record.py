@@ -19,55 +19,32 @@ FILE = "records.jsonl"
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of an engine, draftproof or another, to one prompt.
+    """The answer of an engine, draftproof or another, to one prompt."""
 
-    Attributes:
-        token_ids: the generated tokens, with the stop token that ended them.
-        text: the decoded tokens, without special tokens.
-        finish_reason: "stop" or "length".
-        method: the method in effect, as the engine itself reports it.
-        tokens: number of generated tokens.
-        target_calls: forward passes of the target, including those that read the prompt.
-        rounds: target calls that verified at least one drafted token.
-        draft_tokens: number of drafted tokens.
-        accepted: number of drafted tokens that were emitted.
-        accepted_per_position: the same at each position of a draft.
-        drafted_per_position: rounds whose draft reached each position; empty if the engine does not report it.
-        seconds: "draft", "target", "verify", "other", "total"; other engines report the total only.
-        first_tokens: number of tokens that the first round emitted; 0 where that was not measured.
-        first_seconds: seconds until that round ended, which includes reading the prompt; of transformers, until its
-            second target call begins, so that assisted generation has drafted for that one, too.
-        peak_memory: bytes on the accelerator; None on a CPU, where only a peak of the whole process is known.
-    """
-
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: str
-    method: str
-    tokens: int
-    target_calls: int
-    rounds: int
-    draft_tokens: int
-    accepted: int
-    accepted_per_position: tuple[int, ...] = ()
-    drafted_per_position: tuple[int, ...] = ()
-    seconds: dict[str, float] = field(default_factory=dict)
-    first_tokens: int = 0
+    token_ids: tuple[int, ...]  # with the stop token that ended them
+    text: str  # of them, without special tokens
+    finish_reason: str  # "stop" or "length"
+    method: str  # in effect, as the engine itself reports it
+    tokens: int  # number of them
+    target_calls: int  # forward passes of the target, including those that read the prompt
+    rounds: int  # target calls that verified at least one drafted token
+    draft_tokens: int  # number of them
+    accepted: int  # number of those that were emitted
+    accepted_per_position: tuple[int, ...] = ()  # the same at each position of a draft
+    drafted_per_position: tuple[int, ...] = ()  # rounds whose draft reached each position; () if not reported
+    seconds: dict[str, float] = field(default_factory=dict)  # "total"; ours also "draft", "target", "verify", "other"
+    first_tokens: int = 0  # that the first round emitted; 0 where that was not measured
+    # Until that round ended, which includes reading the prompt; of transformers, until its second target call begins,
+    # so that assisted generation has drafted for that one, too.
     first_seconds: float = 0.0
-    peak_memory: int | None = None
+    peak_memory: int | None = None  # bytes on the accelerator; None on a CPU, where only the whole process has one
 
 
 @dataclass(frozen=True)
 class Record:
-    """One measurement.
+    """One measurement: the answer of a cell to the question of its data set with this id.
 
-    Attributes:
-        cell: the cell that was measured.
-        question: id of the question in the cell's data set.
-        category: of the question, "" where it has none.
-        repeat: 0 for the first measurement.
-        prompt_tokens: length of the prompt.
-        answer: of the engine.
+    `repeat` is 0 for the first one, and `category` "" where the question has none.
     """
 
     cell: Cell
@@ -128,11 +105,7 @@ class Record:
 
 
 def read_records(out: Path) -> list[Record]:
-    """The records of a folder, in the order they were measured; a half-written last line is skipped.
-
-    Raises:
-        UserError: no records there, or a line that is no record.
-    """
+    """The records of a folder, in the order they were measured; a half-written last line is skipped."""
     found, _ = _read(out / FILE)
     return found
 
@@ -156,11 +129,7 @@ def _read(file: Path) -> tuple[list[Record], int]:
 class Log:
     """The records of a folder during a run: each one is on disk before the next measurement begins.
 
-    Args:
-        out: the folder; a last line that a killed run left incomplete is cut off.
-
-    Raises:
-        UserError: the file there is no file of records.
+    A last line that a killed run left incomplete is cut off.
     """
 
     def __init__(self, out: Path) -> None:

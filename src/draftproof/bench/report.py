@@ -16,8 +16,8 @@ from draftproof.bench.estimate import FEWEST, LEVEL, RESAMPLES, Estimate
 from draftproof.bench.record import Record
 from draftproof.bench.summary import BASES, PLAIN, Setting, Summary, summarize
 from draftproof.errors import UserError
-from draftproof.files import whole_file
-from draftproof.provenance import KEY, header, write_json
+from draftproof.files import write_json, write_text
+from draftproof.provenance import KEY, header
 from draftproof.results import finite, new_figure, save_figure, table
 
 REPORT, FIGURES = "report.md", "figures.json"
@@ -38,23 +38,13 @@ Draw = Callable[[Any, Sequence[Summary]], None]
 
 
 def write_report(out: Path, *, plots: bool = True) -> list[Summary]:
-    """Write report.md, figures.json and, where matplotlib is installed, the plots of a run's folder.
-
-    Args:
-        out: the folder.
-        plots: whether to draw pictures.
-
-    Raises:
-        UserError: no run there.
-    """
+    """Write report.md, figures.json and, where matplotlib is installed, the plots of a run's folder."""
     found, metadata = summarize(out)
     if not found:
         raise UserError(f"{out} holds no record yet: repeat the command of its run")
     drawn = write_plots(by_setting(found), out) if plots else []
-    with whole_file(out / REPORT) as work:
-        work.write_text(markdown(found, metadata, drawn), encoding="utf-8")
-    with whole_file(out / FIGURES) as work:
-        write_json(work, finite({KEY: metadata[KEY], "methods": [one.to_dict() for one in found]}))
+    write_text(out / REPORT, markdown(found, metadata, drawn))
+    write_json(out / FIGURES, finite({KEY: metadata[KEY], "methods": [one.to_dict() for one in found]}))
     return found
 
 
@@ -238,11 +228,7 @@ def _notes(found: Sequence[Summary], metadata: dict[str, Any]) -> list[str]:
 
 
 def write_plots(found: dict[Setting, list[Summary]], out: Path) -> list[str]:
-    """Write the pictures into a run's folder, a panel for each setting; returns their names.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """Write the pictures into a run's folder, a panel for each setting; returns their names."""
     for name, draw in PLOTS.items():
         heights = [1.2 + 0.25 * len(own) for own in found.values()]
         figure = new_figure(8.0, sum(heights))

@@ -19,7 +19,7 @@ from draftproof.backends.base import Backend
 from draftproof.bench.model_cache import ModelCache
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import make_drafter, make_verifier
-from draftproof.errors import UserError, refuse_below_one
+from draftproof.errors import UserError, refuse_below_one, refuse_unknown
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts, shown_options, without_directory
 from draftproof.results import Results, mean_and_error, table
@@ -37,11 +37,7 @@ _MOST_ENTRIES = 1 << 25  # most entries of a synthetic model's rows that are kep
 class SyntheticModel(TableModel):
     """Rows softmax(3 a + noise b) for each last token, with random a and b; models of one family share a.
 
-    Args:
-        vocab: size of the vocabulary.
-        family: seed of a.
-        own: seed of b.
-        noise: distance of the model from its family; 0 leaves b out.
+    `family` and `own` are the seeds of a and b. With noise 0, b is left out.
     """
 
     def __init__(self, vocab: int, family: int, own: int, noise: float) -> None:
@@ -76,9 +72,6 @@ class RuleComparison:
         dataset, questions: of the prompts of language models.
         seeds: runs of each prompt with other draws.
         tokens: tokens of every answer; stop tokens are ignored.
-
-    Raises:
-        UserError: an unknown rule, or a number below 1.
     """
 
     target: str = "embedded:target"
@@ -95,19 +88,14 @@ class RuleComparison:
 
     def __post_init__(self) -> None:
         for rule in self.rules:
-            if rule not in (*SINGLE, *SEVERAL):
-                raise UserError(f"rule: expected one of {', '.join((*SINGLE, *SEVERAL))}, got {rule!r}")
+            refuse_unknown("rule", rule, (*SINGLE, *SEVERAL))
         refuse_below_one(n=min(self.lengths), drafts=min(self.drafts), seeds=self.seeds, tokens=self.tokens)
         if min(self.synthetic, default=2) < 2:
             raise UserError(f"synthetic vocabulary: expected 2 tokens or more, got {min(self.synthetic)}")
 
 
 def compare_rules(options: RuleComparison, *, watch: Watch = silent) -> Results:
-    """Tokens per target call of every rule: the mean over seeds with its standard error.
-
-    Raises:
-        UserError: a model or data set that does not exist.
-    """
+    """Tokens per target call of every rule: the mean over seeds with its standard error."""
     facts = run_facts()
     pairs = [f"synthetic, vocabulary {size}" for size in options.synthetic] or [
         f"{without_directory(options.target)} / {without_directory(options.draft)}"

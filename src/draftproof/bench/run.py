@@ -19,10 +19,10 @@ from draftproof.bench.model_cache import Answerer, ModelCache, Ours
 from draftproof.bench.questions import Question, data_digest
 from draftproof.bench.record import Log, Record
 from draftproof.errors import UserError
-from draftproof.files import whole_file
+from draftproof.files import write_json
 from draftproof.peak import process_peak
 from draftproof.progress import Watch, silent
-from draftproof.provenance import FILE, KEY, digest, fingerprint, load_average, now, run_facts, write_json
+from draftproof.provenance import FILE, KEY, digest, fingerprint, load_average, now, run_facts
 from draftproof.rng import fold
 
 Questions = Mapping[str, Sequence[Question]]
@@ -68,9 +68,6 @@ def run(
 
     Returns:
         All records of the folder, those of earlier processes first.
-
-    Raises:
-        UserError: no questions for a data set, a prompt too long for an answer, or `out` holds another run.
     """
     if repeats < 1 or warmup < 0:
         raise UserError(f"expected 1 repeat or more and a warmup of 0 or more, got {repeats} and {warmup}")
@@ -84,7 +81,7 @@ def run(
     stage = _Stage(cache, warmup)
     for cell, question in {(turn.cell, turn.question): None for turn in left}:
         stage.prepare(cell, question)  # all prompts are read before the first measurement, so errors are seen early
-    _write(out / FILE, metadata)
+    write_json(out / FILE, metadata)
     with watch("measuring", len(done) + len(left), len(done)) as tick:
         for number, turn in enumerate(left, len(done) + 1):
             record = stage.measure(turn)
@@ -92,7 +89,7 @@ def run(
             tick(number, tokens=record.answer.tokens)
     if left or "finished" not in metadata:
         at_end = {"finished": now(), "load_at_end": load_average(), "peak_memory_of_process": process_peak()}
-        _write(out / FILE, metadata | at_end)
+        write_json(out / FILE, metadata | at_end)
     return log.records
 
 
@@ -167,11 +164,7 @@ def _described(cells: Sequence[Cell], questions: Questions, device: str) -> dict
 
 
 def resumed(out: Path, metadata: dict[str, Any]) -> dict[str, Any]:
-    """The metadata of the run that is resumed in a folder; `metadata` if no run has begun there.
-
-    Raises:
-        UserError: the folder holds another run, with the first difference.
-    """
+    """The metadata of the run that is resumed in a folder; `metadata` if no run has begun there."""
     if not (out / FILE).exists():
         return metadata
     before = read_metadata(out)
@@ -186,11 +179,7 @@ def resumed(out: Path, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_metadata(out: Path) -> dict[str, Any]:
-    """The metadata of a run.
-
-    Raises:
-        UserError: none there, or of another version.
-    """
+    """The metadata of a run."""
     try:
         found: dict[str, Any] = json.loads((out / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:
@@ -199,11 +188,6 @@ def read_metadata(out: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or not {KEY, "cells", "models"} <= set(found):
         raise UserError(f"{out / FILE} is not of a run of this version: run the benchmark again in another folder")
     return found
-
-
-def _write(file: Path, metadata: dict[str, Any]) -> None:
-    with whole_file(file) as work:
-        write_json(work, metadata)
 
 
 def _difference(before: Any, now: Any) -> str:

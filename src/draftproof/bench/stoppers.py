@@ -25,11 +25,10 @@ from draftproof.sampling import SamplingParams
 from draftproof.stoppers.history import Oracle
 from draftproof.theory.cost import PassCosts
 from draftproof.training.features import ModelPair
-from draftproof.training.sweep import rates, with_fixed_drafts, with_latency
+from draftproof.training.sweep import LENGTHS, rates, with_fixed_drafts, with_latency
 
 RATES = ("discard_rate", "verification_rate")
 FIXED, ORACLE = "fixed", "oracle"
-_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14)
 _THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -47,9 +46,6 @@ class StopperComparison:
         seeds: runs of each prompt with other draws; greedy decoding needs only one.
         tokens: tokens of every answer; stop tokens are ignored.
         batch: prompts at a time.
-
-    Raises:
-        UserError: no fixed length among the stoppers, or a number below 1.
     """
 
     target: str = "embedded:target"
@@ -78,7 +74,7 @@ class StopperComparison:
 
 def default_stoppers(draft: str) -> list[str]:
     """Every kind of stopper over a range of arguments; trained ones if the package has heads for the draft model."""
-    kinds: dict[str, Sequence[object]] = {FIXED: _LENGTHS, "schedule": (3, 5)}
+    kinds: dict[str, Sequence[object]] = {FIXED: LENGTHS, "schedule": (3, 5)}
     kinds |= {"confidence": _THRESHOLDS[:-1], "entropy": _THRESHOLDS[:-1]}
     if draft in SHIPPED_HEADS:
         kinds |= dict.fromkeys(("acceptance", "ratio", "approximate"), _THRESHOLDS)
@@ -90,11 +86,7 @@ def _family(stopper: str) -> str:
 
 
 def compare_stoppers(options: StopperComparison, *, watch: Watch = silent) -> Results:
-    """Rates and costs of every stopper.
-
-    Raises:
-        UserError: a model, head or data set that does not exist.
-    """
+    """Rates and costs of every stopper."""
     facts, stoppers = run_facts(), options.all_stoppers
     for stopper in stoppers:
         make_stopper(stopper, options.draft)  # an invalid one is refused before anything is measured
@@ -214,11 +206,7 @@ def _best(entries: Sequence[dict[str, Any]], spent: dict[float, dict[str, float]
 
 
 def draw(options: StopperComparison, results: Results, out: Path) -> None:
-    """Draw the verification rate over the discard rate, one panel for each temperature, one line for each family.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """Draw the verification rate over the discard rate, one panel for each temperature, one line for each family."""
     figure = new_figure(6.0 * len(options.temperature), 4.5)
     panels = figure.subplots(1, len(options.temperature), squeeze=False)[0]
     for panel, temperature in zip(panels, options.temperature, strict=True):

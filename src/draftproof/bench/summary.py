@@ -42,37 +42,20 @@ class Setting:
 
 @dataclass(frozen=True)
 class Summary:
-    """One method in one setting.
+    """One method in one setting."""
 
-    Attributes:
-        setting: shared with the other methods of its table.
-        method: its name in tables.
-        effective: the methods in effect as the engine reported them, with the number of answers.
-        lossless: whether its output distribution is the target's.
-        records: the records that it is computed from.
-        speed: tokens a second divided by that of each measured baseline, paired by question; a baseline has no speed
-            over itself.
-        decoding: the same after the first round of each answer, which also reads the prompt.
-        gain: tokens per target call divided by those of rule token on one chain with the same stopper; None if that
-            was not measured, or is this method.
-        agrees: number of answers with the tokens of plain decoding, and number compared; None when sampling.
-        flops: operations per token by SPRINTER's counting; None if not known.
-        likelihood: log-probability per token under the target; None if it was not scored.
-        rouge: ROUGE-L against plain answers, if likelihood was scored; None without the package.
-    """
-
-    setting: Setting
-    method: str
-    effective: dict[str, int]
-    lossless: bool
-    records: Sequence[Record]
-    speed: dict[str, Estimate]
-    decoding: dict[str, Estimate]
-    gain: Estimate | None
-    agrees: tuple[int, int] | None
-    flops: float | None
-    likelihood: Estimate | None = None
-    rouge: Estimate | None = None
+    setting: Setting  # shared with the other methods of its table
+    method: str  # its name in tables
+    effective: dict[str, int]  # as the engine reported it, with the number of answers
+    lossless: bool  # whether its output distribution is the target's
+    records: Sequence[Record]  # that it is computed from
+    speed: dict[str, Estimate]  # over each measured baseline but itself, paired by question
+    decoding: dict[str, Estimate]  # the same after the first round of each answer, which also reads the prompt
+    gain: Estimate | None  # tokens per target call over rule token, one chain and the same stopper
+    agrees: tuple[int, int] | None  # answers with the tokens of plain decoding, and compared; None when sampling
+    flops: float | None  # a token by SPRINTER's counting; None if not known
+    likelihood: Estimate | None = None  # log-probability a token under the target; None if not scored
+    rouge: Estimate | None = None  # ROUGE-L against plain answers, if scored; None without the package
 
     @property
     def cell(self) -> Cell:
@@ -118,11 +101,7 @@ def _or_none(found: Estimate | None) -> dict[str, float | None] | None:
 
 
 def summarize(out: Path) -> tuple[list[Summary], dict[str, Any]]:
-    """The summaries and the metadata of a run's folder.
-
-    Raises:
-        UserError: no run there.
-    """
+    """The summaries and the metadata of a run's folder."""
     metadata = read_metadata(out)
     shapes = {name: model["shape"] for name, model in metadata["models"].items()}
     return summaries(read_records(out), shapes, read_scores(out)), metadata

@@ -14,7 +14,7 @@ from draftproof.cli._terminal import note
 from draftproof.errors import UserError
 
 if TYPE_CHECKING:
-    from draftproof.reproduction.run import Finished
+    from draftproof.reproduction.run import Json
 
 app = typer.Typer(add_completion=False)
 
@@ -52,7 +52,7 @@ def reproduce(
     with quiet_libraries():
         made = recipes.reproduce(names or [], out, chosen, notify=ignore if quiet else _progress)
     if as_json:
-        typer.echo(json.dumps([each.content for each in made]))
+        typer.echo(json.dumps(made))
         return
     for each in made:
         typer.echo(_line(each))
@@ -77,12 +77,12 @@ def _list(*, as_json: bool) -> None:
         typer.echo(f"{recipe.name:{width}} {recipe.how:7} {recipe.paper.title}")
 
 
-def _line(made: Finished) -> str:
+def _line(made: Json) -> str:
     """The marks of a recipe, and those claims that must hold and do not."""
-    cells, claims = made.content["cells"], made.content["claims"]
+    cells, claims = made["cells"], made["claims"]
     marks = [sum(cell["mark"] == mark for cell in cells) for mark in ("reproduced", "direction only", "not reproduced")]
     held = sum(claim["verdict"] == "holds" for claim in claims)
-    line = f"{made.name}: {marks[0]} reproduced, {marks[1]} direction only, {marks[2]} not reproduced; "
+    line = f"{made['name']}: {marks[0]} reproduced, {marks[1]} direction only, {marks[2]} not reproduced; "
     line += f"{held} of {len(claims)} claims hold"
     broken = [claim for claim in claims if claim["kind"] == "must hold" and claim["verdict"] != "holds"]
     return line + "".join(f"\n  {claim['verdict']}: {claim['text']}" for claim in broken)

@@ -61,12 +61,9 @@ LOOKUP_RATES = {  # assumed, by length of the match
 
 
 class Source:
-    """A drafter among which `AutoDrafter` chooses; it may have to be built first, in steps.
+    """A drafter among which `AutoDrafter` chooses; it may have to be built first.
 
-    Args:
-        name: of the drafter.
-        stopper: the drafter's.
-        steps: gives None after each step of building, and at last the drafter.
+    `steps` gives None after each step of building, and at last the drafter.
     """
 
     def __init__(self, name: str, stopper: Auto, steps: Iterator[ModelDrafter | None]) -> None:
@@ -97,12 +94,9 @@ def _kind(found: Found) -> int:
 
 @dataclass
 class _Choice:
-    """What is drafted in a round.
+    """What is drafted in a round: what was looked up, by request, and for the others what the source drafts.
 
-    Attributes:
-        source: drafts for the requests that are not in `looked`; None for nobody.
-        plan: the source's.
-        looked: what was looked up, by request.
+    Without a source nobody else drafts. The plan is the source's.
     """
 
     source: Source | None = None
@@ -111,13 +105,10 @@ class _Choice:
 
 
 class AutoDrafter:
-    """Chooses a drafter in every round.
+    """Chooses in every round among drafters from models, a lookup for passages that repeat, and nothing.
 
-    Args:
-        sources: drafters from models; may be empty.
-        lookup: for passages that repeat; None for none.
-        passes: costs of the target's pass, which the stoppers of all sources share.
-        masses: whether the rule takes drafts without probabilities; if not, those of lookups get them.
+    The stoppers of all sources share `passes`, the costs of the target's pass. `masses` says whether the rule takes
+    drafts without probabilities; if not, those of lookups get them.
     """
 
     name = "auto"

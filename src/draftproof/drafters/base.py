@@ -51,22 +51,18 @@ class SessionDrafter(Protocol):
     @property
     def backends(self) -> Sequence[Backend]:
         """The models."""
-        ...
 
     def reuse(self, kept: PrefixCache) -> None:
         """Called once, with the sessions of requests that ended: new sessions may begin with these."""
-        ...
 
     def read(self, parts: Sequence[DraftRequest]) -> None:
         """Read what a model will need of requests whose prompts are read in portions.
 
         The target has read all `tokens` of each but the last one. Reading may also wait until something is drafted.
         """
-        ...
 
     def ended(self, request_id: int, tokens: list[int]) -> None:
         """Called before `release` when a request ended without an error: its sessions may be kept."""
-        ...
 
 
 @runtime_checkable
@@ -75,7 +71,6 @@ class PreparedDrafter(Protocol):
 
     def prepare(self, seconds: float) -> bool:
         """Make parts until the time is over, one step of one part at least; whether none is missing any more."""
-        ...
 
 
 @runtime_checkable
@@ -85,60 +80,68 @@ class Drafter(Protocol):
     @property
     def name(self) -> str:
         """The drafter's name in Python, on the command line and in reports."""
-        ...
 
     @property
     def branching(self) -> bool:
         """Whether its drafts may branch."""
-        ...
 
     @property
     def point_masses(self) -> bool:
         """Whether its drafts have no probabilities."""
-        ...
 
     @property
     def constant(self) -> bool:
         """Whether drafts have one length, apart from requests' limits, and the same q after a text in every round."""
-        ...
 
     @property
     def timed(self) -> bool:
         """Whether its drafts depend on the time of earlier rounds."""
-        ...
 
     @property
     def reads_predictions(self) -> bool:
         """Whether it drafts from texts that are predicted for an answer."""
-        ...
 
     @property
     def limit(self) -> int:
         """Depth of the deepest draft that it makes; 0 for none."""
-        ...
 
     @property
     def max_positions(self) -> int | None:
         """Length of the longest sequence that it can draft for, in tokens; None when unbounded."""
-        ...
 
     @property
     def stopper(self) -> Stopper | None:
         """What ends its drafts; None where it has no stopper."""
-        ...
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
         """Return one draft for each request; a row without a draft gets an empty one."""
-        ...
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
         """Called after each round with the depth of the row's draft and the number of accepted tokens."""
-        ...
 
     def spent(self, time: RoundTime) -> None:
         """Called after each round, after `observe`, with the time that it took."""
-        ...
 
     def release(self, request_id: int) -> None:
         """Called when the request has ended; unknown ids are ignored."""
-        ...
+
+
+class TokenDrafter:
+    """What drafters from tokens alone have in common: no model, no stopper, and nothing to learn from a round."""
+
+    branching = False
+    point_masses = True
+    constant = False
+    max_positions = None
+    timed = False
+    reads_predictions = False
+    stopper = None
+
+    def observe(self, request_id: int, drafted: int, accepted: int) -> None:
+        """Does nothing: drafts depend on committed tokens only."""
+
+    def spent(self, time: RoundTime) -> None:
+        """Does nothing."""
+
+    def release(self, request_id: int) -> None:
+        """Does nothing."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from torch.nn.functional import pad
 from draftproof import native
 from draftproof.backends.base import Backend, Feed, Session, room, unread
 from draftproof.backends.cache.prefix_cache import PrefixCache
-from draftproof.drafters.base import Drafter, DraftRequest
+from draftproof.drafters.base import DraftRequest
 from draftproof.errors import UserError, blamed_on
 from draftproof.sampling import LogitsCheck, SamplingParams, Transforms, probabilities, shaped
 from draftproof.stoppers.base import RoundTime, Stopper
@@ -29,16 +28,12 @@ class DraftModel:
     Args:
         backend: the model; its vocabulary may be padded to another width than the target's.
         vocab_size: width of the target's logits and of q.
-        temperature: temperature of the draft; None for the request's.
-        top_k: top_k of the draft; None for the request's.
+        temperature, top_k: of the draft; None for the request's.
 
     Attributes:
         changes: the sampling parameters in which the draft differs from the request.
         checks: of the logits; a drafter calls `finish` when its drafts are made, which waits for the draft model's
             passes on a device: so the host's clock shows what drafting takes.
-
-    Raises:
-        UserError: the temperature or top_k is out of range.
     """
 
     stationary = True
@@ -122,12 +117,8 @@ class DraftModel:
     ) -> Float[Tensor, "rows vocab"]:
         """Rows of q after the given drafted paths, as wide as the target's vocabulary.
 
-        Args:
-            request: the request that the rows are for.
-            logits: logits of the draft model.
-            paths: the drafted path of each row; not used unless q is `path_dependent`.
-            ids: the tokens of the columns of `logits`, when these are not the whole vocabulary; see
-                `draftproof.backends.base.FeedOutput`.
+        Paths are not used unless q is `path_dependent`. `ids` are the tokens of the columns of `logits`, when these are
+        not the whole vocabulary; see `draftproof.backends.base.FeedOutput`.
 
         Raises:
             RequestError: logits with NaN, +inf or a row without a finite value; on an accelerator, `checks` says so.
@@ -163,15 +154,7 @@ class DraftModel:
 
 
 class ModelBacked:
-    """The common part of drafters that draw from a draft model.
-
-    Args:
-        model: the draft model.
-        stopper: decides how long drafts get.
-
-    Raises:
-        UserError: the stopper reads hidden states that the model does not return.
-    """
+    """The common part of drafters that draw from a draft model, with a stopper that decides how long drafts get."""
 
     point_masses = False
     reads_predictions = False
@@ -180,13 +163,6 @@ class ModelBacked:
         refuse_misfit(stopper, model.backend)
         self.model = model
         self.stopper = stopper
-
-    def with_stopper(self, stopper: Stopper) -> Drafter:
-        """The same drafter, on the same model, with another stopper."""
-        made: Any = copy.copy(self)
-        made.stopper = stopper
-        drafter: Drafter = made
-        return drafter
 
     @property
     def constant(self) -> bool:
@@ -245,11 +221,7 @@ class ModelBacked:
 
 
 def refuse_misfit(stopper: Stopper, backend: Backend) -> None:
-    """Refuse a stopper that reads predictions that the model does not make, or hidden states of another width.
-
-    Raises:
-        UserError: naming the stopper, the model it was trained on, this model, and both widths.
-    """
+    """Refuse a stopper that reads predictions that the model does not make, or hidden states of another width."""
     if stopper.reads_predictions and not backend.capabilities.predicts:
         raise UserError(
             f"stopper {stopper.name} reads a draft head's own prediction of acceptance, and {backend.name} makes none: "
@@ -277,13 +249,7 @@ def fit_width(
     """Rows of logits as wide as the target's vocabulary; tokens that the drafter lacks get probability 0.
 
     Vocabularies that differ only by padding have the same ids for every real token; tokenizers are compared when models
-    are loaded.
-
-    Args:
-        logits: logits of the draft model.
-        width: width of the target's logits.
-        ids: the tokens of the columns of `logits`, when these are not the whole vocabulary; see
-            `draftproof.backends.base.FeedOutput`.
+    are loaded. `ids` as for `DraftModel.rows`.
     """
     if ids is not None:
         return logits.new_full((logits.shape[0], width), float("-inf")).index_copy_(1, ids, logits)

@@ -27,13 +27,7 @@ LEAST = 2  # tokens before an extension that must be known: one alone is followe
 
 
 def extended(draft: Draft, found: Found, vocab_size: int) -> Draft:
-    """A chain with what a lookup found for the place after it.
-
-    Args:
-        draft: with rows of q, or empty.
-        found: at least one token.
-        vocab_size: the width of q.
-    """
+    """A chain, with rows of q or empty, and after it the tokens (one at least) that a lookup found for that place."""
     dtype = torch.float32 if draft.probs is None else draft.probs.dtype
     more = with_probabilities(point_chain(found.tokens, found.origin).to(draft.tree.tokens.device), vocab_size, dtype)
     if draft.probs is None:
@@ -44,15 +38,9 @@ def extended(draft: Draft, found: Found, vocab_size: int) -> Draft:
 
 
 class ExtendedDrafter:
-    """Extends the chains of another drafter by lookups.
+    """Extends the chains of another drafter, which have rows of q, by lookups.
 
-    Args:
-        first: draws chains, with rows of q.
-        lookup: extends them.
-        least: tokens before an extension that must be known.
-
-    Raises:
-        UserError: the first one's drafts branch, or have no probabilities.
+    `least` tokens before an extension must be known.
     """
 
     branching = False

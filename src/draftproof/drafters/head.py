@@ -32,7 +32,6 @@ class Following(Backend, Protocol):
 
     def follow(self, owner: Session) -> Session:
         """A session that reads what the target's session has read, with its states."""
-        ...
 
 
 @runtime_checkable
@@ -41,21 +40,10 @@ class Rewound(Protocol):
 
     def rewind(self) -> None:
         """Forget what was read with states of the head's own making."""
-        ...
 
 
 class FollowingModel(DraftModel):
-    """A head as a draft model.
-
-    Args:
-        head: made for this target.
-        target: the target's backend.
-        temperature: temperature of the draft; None for the request's.
-        top_k: top_k of the draft; None for the request's.
-
-    Raises:
-        UserError: the temperature or top_k is out of range.
-    """
+    """A head, made for this target, as a draft model; `temperature` and `top_k` as for `DraftModel`."""
 
     stationary = False  # in the next round it reads the target's states of the tokens that were accepted
 
@@ -109,9 +97,5 @@ def _owner(request: DraftRequest) -> Session:
 
 
 def following_drafter(model: FollowingModel, stopper: Stopper, name: str, *, chains: int = 1) -> Drafter:
-    """A drafter of one chain, or of K i.i.d. chains, from a head.
-
-    Raises:
-        UserError: the number of chains is out of range, or the stopper needs hidden states of another width.
-    """
+    """A drafter of one chain, or of K i.i.d. chains, from a head."""
     return chains_drafter(model, stopper, chains=chains, name=name + (f":x{chains}" if chains > 1 else ""))

@@ -19,21 +19,15 @@ from draftproof.tree import TokenTree
 
 
 class _Chain:
-    """The chain of one row while it is drafted; its tokens stay on the device.
-
-    Attributes:
-        tokens, probs: the tokens drawn so far, and the rows of q they were drawn from.
-        signals: the stopper's signals that were copied to the host so far.
-        size: number of tokens to submit; tokens that were drawn after the end of the chain are dropped.
-    """
+    """The chain of one row while it is drafted; its tokens stay on the device."""
 
     def __init__(self, row: int, request: DraftRequest, limit: int) -> None:
         self.row = row
         self.request = request
         self.tokens: list[Int[Tensor, ""]] = []
-        self.probs: list[Float[Tensor, " vocab"]] = []
-        self.signals: list[float] = []
-        self.size = limit
+        self.probs: list[Float[Tensor, " vocab"]] = []  # rows of q that the tokens were drawn from
+        self.signals: list[float] = []  # the stopper's that were copied to the host so far
+        self.size = limit  # tokens to submit; those that were drawn after the end of the chain are dropped
 
     @property
     def open(self) -> bool:
@@ -56,9 +50,6 @@ class ModelDrafter(ModelBacked):
         stride: number of tokens that are drawn before the stopper is asked, as each question waits for the device;
             default 1 on a CPU and 4 elsewhere. Tokens that were drawn after the end of a chain are dropped without
             being looked at, so the draft does not depend on the stride.
-
-    Raises:
-        UserError: the stopper reads hidden states that the model does not return.
     """
 
     name = "model"

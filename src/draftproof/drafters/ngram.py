@@ -12,32 +12,20 @@ from dataclasses import replace
 import torch
 
 from draftproof.draft import Draft, Origin
-from draftproof.drafters.base import DraftRequest
+from draftproof.drafters.base import DraftRequest, TokenDrafter
 from draftproof.errors import UserError
 from draftproof.rng import RoundRng
-from draftproof.stoppers.base import RoundTime
 from draftproof.tree import TokenTree
 
 
-class NgramDrafter:
+class NgramDrafter(TokenDrafter):
     """Proposes the tokens after the most recent earlier occurrence of the longest matching suffix.
 
     Args:
         length: number of tokens to propose, 1 to 64.
         longest: length of the longest suffix to look for.
         shortest: length of the shortest suffix that counts as a match.
-
-    Raises:
-        UserError: a number is out of range.
     """
-
-    branching = False
-    point_masses = True
-    constant = False
-    max_positions = None
-    timed = False
-    reads_predictions = False
-    stopper = None
 
     def __init__(self, length: int = 8, *, longest: int = 4, shortest: int = 1) -> None:
         if not 1 <= length <= 64:
@@ -59,12 +47,6 @@ class NgramDrafter:
         start = index.find(request.tokens)
         found = [] if start is None else request.tokens[start : start + max(min(self.limit, request.limit), 0)]
         return point_chain(found)
-
-    def observe(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Does nothing."""
-
-    def spent(self, time: RoundTime) -> None:
-        """Does nothing."""
 
     def release(self, request_id: int) -> None:
         """Forget the request's index."""

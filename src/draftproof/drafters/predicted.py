@@ -24,15 +24,11 @@ def _places(tokens: tuple[int, ...]) -> dict[int, list[int]]:
 
 
 class PredictedText:
-    """Follows an answer through the text that was predicted for it.
+    """Follows an answer through the text that was predicted for it; runs are compared up to `longest` tokens.
 
     The answer is expected to begin as the text does. Where it departs, the place after the longest run of tokens that
     also ends the answer so far is taken; of several such places the one that is nearest to the last one, and of two
     that are as near the later one.
-
-    Args:
-        tokens: the text.
-        longest: runs are compared up to this number of tokens, 1 or more.
     """
 
     def __init__(self, tokens: Sequence[int], longest: int) -> None:

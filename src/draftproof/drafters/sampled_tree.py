@@ -27,30 +27,21 @@ MAX_DRAWS = 64
 
 
 class _DraftTree:
-    """The tree of one row while it is drafted.
-
-    Attributes:
-        tokens, parents, probs: token, parent and row of q of each node.
-        draws: the node of each draw, in order of drawing.
-        frontier: nodes that may get children, with the number of draws of each.
-        rows: the row of q after each node of the frontier.
-        chains: number of draws at the root.
-        signals: the stopper's signals along the path to each node.
-    """
+    """The tree of one row while it is drafted."""
 
     def __init__(self, row: int, request: DraftRequest, session: Session, limit: int, chains: int) -> None:
         self.row = row
         self.request = request
         self.session = session
         self.limit = limit
-        self.chains = chains
-        self.tokens: list[int] = []
+        self.chains = chains  # draws at the root
+        self.tokens: list[int] = []  # this and the next two of each node
         self.parents: list[int] = []
-        self.probs: list[Float[Tensor, " vocab"]] = []
-        self.draws: list[int] = []
-        self.frontier: dict[int, int] = {ROOT: 1}
-        self.rows: dict[int, Float[Tensor, " vocab"]] = {}
-        self.signals: dict[int, tuple[float, ...]] = {}
+        self.probs: list[Float[Tensor, " vocab"]] = []  # rows of q
+        self.draws: list[int] = []  # the node of each draw, in order of drawing
+        self.frontier: dict[int, int] = {ROOT: 1}  # nodes that may get children, with the number of draws of each
+        self.rows: dict[int, Float[Tensor, " vocab"]] = {}  # of q after each node of the frontier
+        self.signals: dict[int, tuple[float, ...]] = {}  # the stopper's along the path to each node
         self._nodes: dict[tuple[int, int], int] = {}
 
     def add(self, parent: int, token: int) -> int:
@@ -89,10 +80,6 @@ class SampledTreeDrafter(ModelBacked):
             draws at a node as there were draws of the node.
         factors: instead of chains, a prefix tree: the number of draws at every node of each depth (SpecTr, arXiv
             2310.15141, Algorithm 5).
-
-    Raises:
-        UserError: a number is out of range, the backend cannot read trees, or the stopper reads hidden states that the
-            model does not return.
     """
 
     branching = True
@@ -232,11 +219,7 @@ class SampledTreeDrafter(ModelBacked):
 
 
 def chains_drafter(model: DraftModel, stopper: Stopper, *, chains: int, name: str) -> ModelDrafter | SampledTreeDrafter:
-    """A drafter of this name with one chain, or with K i.i.d. chains, from a draft model.
-
-    Raises:
-        UserError: as for `ModelDrafter` and `SampledTreeDrafter`.
-    """
+    """A drafter of this name with one chain, or with K i.i.d. chains, from a draft model."""
     drafter: ModelDrafter | SampledTreeDrafter = (
         ModelDrafter(model, stopper) if chains == 1 else SampledTreeDrafter(model, stopper, chains=chains)
     )

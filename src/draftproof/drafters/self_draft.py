@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from draftproof.backends.base import Session, unread
-from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.heads.self_draft import EarlyExitBackend, QuantizedBackend, SelfDraftBackend
+from draftproof.backends.heads.self_draft import SelfDraftBackend
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.sampled_tree import chains_drafter
@@ -16,20 +15,14 @@ from draftproof.stoppers.base import Stopper
 class SelfDraftModel(DraftModel):
     """A smaller form of the target as a draft model; every round starts from the target's own cache.
 
-    Args:
-        part: the smaller form.
-        name: of the drafter.
-        temperature: temperature of the draft; None for the request's.
-        top_k: top_k of the draft; None for the request's.
-
-    Raises:
-        UserError: the temperature or top_k is out of range.
+    The name is the drafter's; `temperature` and `top_k` as for `DraftModel`.
     """
 
     def __init__(
         self, part: SelfDraftBackend, name: str, *, temperature: float | None = None, top_k: int | None = None
     ) -> None:
         self.name = name
+        self.stationary = part.stationary
         self._part = part
         super().__init__(part, vocab_size=part.vocab_size, temperature=temperature, top_k=top_k)
 
@@ -46,63 +39,7 @@ class SelfDraftModel(DraftModel):
         """Nothing: the session is the target's."""
 
 
-class EarlyExitModel(SelfDraftModel):
-    """The first layers of the target as a draft model.
-
-    Args:
-        target: the target's backend.
-        layers: number of layers that draft.
-        temperature: temperature of the draft; None for the request's.
-        top_k: top_k of the draft; None for the request's.
-
-    Raises:
-        UserError: the number of layers, the temperature or top_k is out of range.
-    """
-
-    def __init__(
-        self, target: SlotBackend, layers: int, *, temperature: float | None = None, top_k: int | None = None
-    ) -> None:
-        part = EarlyExitBackend(target, layers)
-        super().__init__(part, f"early_exit:{layers}", temperature=temperature, top_k=top_k)
-
-
-class QuantizedModel(SelfDraftModel):
-    """The target with quantized weights as a draft model.
-
-    Inside a draft it reads keys that its own layers wrote. In the next round the accepted tokens have the target's
-    keys, and after the same text it has other probabilities. That matters only to rules that remember earlier rounds.
-
-    Args:
-        target: the target's backend.
-        bits: of a weight, 4 or 8.
-        temperature: temperature of the draft; None for the request's.
-        top_k: top_k of the draft; None for the request's.
-        part: the quantized model, where it is made already (`SlotBackend.quantizing`).
-
-    Raises:
-        UserError: the number of bits, the temperature or top_k is out of range, or the target has no quantized form.
-    """
-
-    stationary = False
-
-    def __init__(
-        self,
-        target: SlotBackend,
-        bits: int,
-        *,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        part: SlotBackend | None = None,
-    ) -> None:
-        form = QuantizedBackend(target, bits, part)
-        super().__init__(form, f"quantized:{bits}", temperature=temperature, top_k=top_k)
-
-
 def self_drafter(model: SelfDraftModel, stopper: Stopper, *, chains: int = 1) -> Drafter:
-    """A drafter of one chain, or of K i.i.d. chains, from a smaller form of the target.
-
-    Raises:
-        UserError: the number of chains is out of range, or the stopper needs hidden states of another width.
-    """
+    """A drafter of one chain, or of K i.i.d. chains, from a smaller form of the target."""
     name = model.name + (f"x{chains}" if chains > 1 else "")
     return chains_drafter(model, stopper, chains=chains, name=name)

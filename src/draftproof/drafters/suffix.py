@@ -16,17 +16,16 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from draftproof.draft import Draft, Origin
-from draftproof.drafters.base import DraftRequest
+from draftproof.drafters.base import DraftRequest, TokenDrafter
 from draftproof.drafters.ngram import point_chain
 from draftproof.drafters.predicted import PredictedText
 from draftproof.errors import UserError, blamed_on
 from draftproof.rng import RoundRng
-from draftproof.stoppers.base import RoundTime
 
 _START = -1  # precedes the first token and ends short contexts, so that no context is a prefix of another one
 
 
-class SuffixDrafter:
+class SuffixDrafter(TokenDrafter):
     """Follows the longest known suffix, from the request itself or from other requests, token by token.
 
     Each drafted token is the most frequent successor of the longest known suffix of the tokens before it; of two
@@ -50,18 +49,9 @@ class SuffixDrafter:
             forgotten first, completely.
         shared: whether requests with the same `cache_salt` draft from each other's tokens, where both `share_text`.
             Drafts, and so the speed of an answer, reveal to one of them what another one wrote.
-
-    Raises:
-        UserError: a number is out of range.
     """
 
-    branching = False
-    point_masses = True
-    constant = False
-    max_positions = None
-    timed = False
     reads_predictions = True
-    stopper = None
 
     def __init__(
         self,
@@ -98,9 +88,7 @@ class SuffixDrafter:
     def look(self, requests: Sequence[DraftRequest], worth: Callable[[int, int], int] | None = None) -> list[Found]:
         """What each request's last tokens are followed by; all requests are read before the first draft is made.
 
-        Args:
-            requests: to look for.
-            worth: how many looked up tokens are of use, from a request's id and the length of its match; default all.
+        `worth` says how many tokens are of use, from a request's id and the length of its match; by default all.
         """
         rows = [self._row(request) for request in requests]
         for row in rows:
@@ -113,13 +101,7 @@ class SuffixDrafter:
     def extend(
         self, request: DraftRequest, path: Sequence[int], worth: Callable[[int, int], int] | None = None
     ) -> Found:
-        """What the request's tokens and a drafted path below them are followed by; it depends on nothing else.
-
-        Args:
-            request: to look for, with room for tokens after the path.
-            path: that was drafted already.
-            worth: see `look`.
-        """
+        """What the request's tokens and a drafted path below them are followed by; it depends on nothing else."""
         row = self._row(request)
         self._read(row)
         found, predicted = self._follow(request, row, worth, path), row.predicted
@@ -170,11 +152,7 @@ class SuffixDrafter:
             row.predicted.read(row.read[row.prompt_length :], max(start - row.prompt_length, 0))
 
     def _follow(
-        self,
-        request: DraftRequest,
-        row: _Indexed,
-        worth: Callable[[int, int], int] | None,
-        path: Sequence[int] = (),
+        self, request: DraftRequest, row: _Indexed, worth: Callable[[int, int], int] | None, path: Sequence[int] = ()
     ) -> Found:
         """The draft (the most frequent successor, then its most frequent one, and so on) and the first match's size."""
         others = row.shared if _may_share(request) else None
@@ -200,12 +178,6 @@ class SuffixDrafter:
             near = (known.best, *near[: self._context - 1])
         return Found(draft, matched)
 
-    def observe(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Does nothing: drafts depend on committed tokens only."""
-
-    def spent(self, time: RoundTime) -> None:
-        """Does nothing."""
-
     def release(self, request_id: int) -> None:
         """Move the tokens of a request that has ended, its last round included, to the finished requests."""
         row = self._running.pop(request_id, None)
@@ -222,12 +194,9 @@ def _may_share(request: DraftRequest) -> bool:
 
 @dataclass(frozen=True)
 class Found:
-    """What a lookup gives for a request.
+    """What a lookup gives for a request: tokens to draft, and the length of the known suffix that they follow.
 
-    Attributes:
-        tokens: to draft.
-        matched: the length of the known suffix that they follow.
-        origin: whether they are from known text, from the request's prediction, or forced by its grammar.
+    They are from known text, from the request's prediction, or forced by its grammar (`origin`).
     """
 
     tokens: list[int]

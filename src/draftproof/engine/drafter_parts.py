@@ -8,16 +8,18 @@ from dataclasses import replace
 
 from draftproof.backends.base import info
 from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.feature_head import FeatureBackend
 from draftproof.backends.heads.feature_net import load_net
+from draftproof.backends.heads.self_draft import EarlyExitBackend, QuantizedBackend, SelfDraftBackend
 from draftproof.drafters.auto import AutoDrafter, Source
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.extended import ExtendedDrafter
-from draftproof.drafters.feature_head import FeatureModel, feature_drafter
+from draftproof.drafters.head import FollowingModel, following_drafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
-from draftproof.drafters.self_draft import EarlyExitModel, QuantizedModel, SelfDraftModel, self_drafter
+from draftproof.drafters.self_draft import SelfDraftModel, self_drafter
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.composition import HEAD, DrafterTraits, incompatible_reason, no_rollback_reason
 from draftproof.engine.drafter_context import DrafterContext, DrafterPart, assuming
@@ -74,13 +76,13 @@ def _bits_and_chains(argument: str) -> list[int]:
 
 
 def _inside(
-    name: str, model: Callable[..., SelfDraftModel], read: Callable[[str], list[int]]
+    name: str, part: Callable[[SlotBackend, int], SelfDraftBackend], read: Callable[[str], list[int]]
 ) -> Callable[[DrafterContext, str], Drafter]:
     """A drafter from a smaller form of the target, made from one number, and the number of chains."""
 
     def build(parts: DrafterContext, argument: str) -> Drafter:
         size, *chains = read(argument)
-        made = model(parts.own_model(name), size, **parts.changes)
+        made = SelfDraftModel(part(parts.own_model(name), size), f"{name}:{size}", **parts.changes)
         return self_drafter(made, parts.ends(), chains=chains[0] if chains else 1)
 
     return build
@@ -93,8 +95,9 @@ def _feature_head(parts: DrafterContext, argument: str) -> Drafter:
             f"drafter feature_head needs the directory of one, for example feature_head:heads/mine: none ships for "
             f"{parts.target.name} (one ships for {', '.join(SHIPPED_FEATURE_HEADS)}); draftproof train makes them"
         )
-    model = FeatureModel(parts.own_model("feature_head"), load_net(where), bits=parts.bits, **parts.changes)
-    return feature_drafter(model, parts.ends(), chains=chains)
+    target = parts.own_model("feature_head")
+    model = FollowingModel(FeatureBackend(target, load_net(where), parts.bits), target, **parts.changes)
+    return following_drafter(model, parts.ends(), "feature_head", chains=chains)
 
 
 def _lookup(make: Callable[..., Drafter], example: str) -> Callable[[DrafterContext, str], Drafter]:
@@ -192,8 +195,8 @@ def _steps(parts: DrafterContext, name: str, stopper: Auto) -> Iterator[ModelDra
     for quantized in target.quantizing(int(argument)):
         if quantized is None:
             yield None
-    model = QuantizedModel(target, int(argument), part=quantized, **parts.changes)
-    yield ModelDrafter(model, stopper)
+    part = QuantizedBackend(target, int(argument), quantized)
+    yield ModelDrafter(SelfDraftModel(part, f"quantized:{argument}", **parts.changes), stopper)
 
 
 def _none(parts: DrafterContext, argument: str) -> Drafter:  # noqa: ARG001
@@ -262,7 +265,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             argument="L",
             example="early_exit:20",
             about="one chain from the target's own first L layers; early_exit:LxK makes K i.i.d. chains",
-            make=_inside("early_exit", EarlyExitModel, _layers_and_chains),
+            make=_inside("early_exit", EarlyExitBackend, _layers_and_chains),
             traits=DrafterTraits(shares_cache=True),
             several=_own_several,
             chains=own_chain_count,
@@ -273,7 +276,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             argument="B",
             example="quantized:4",
             about="one chain from the target with weights of B bits, 4 or 8; quantized:BxK makes K i.i.d. chains",
-            make=_inside("quantized", QuantizedModel, _bits_and_chains),
+            make=_inside("quantized", QuantizedBackend, _bits_and_chains),
             traits=DrafterTraits(shares_cache=True, stationary=False),
             rates=QUANTIZED_RATES,
             share=_quantized_share,

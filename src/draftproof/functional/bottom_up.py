@@ -23,9 +23,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.functional.coupling import (
-    first_success,
-)
+from draftproof.functional.coupling import first_success
 from draftproof.functional.nodes import Level, Tries
 from draftproof.rng import Rng
 
@@ -33,19 +31,12 @@ PORTION = 1 << 20  # entries of a temporary on a CPU
 
 
 class TriePlan(NamedTuple):
-    """The probabilities of all decisions, computed before any decision is made.
+    """The probabilities of all decisions, computed before any decision is made."""
 
-    Attributes:
-        weight: Pr(the slot's subtree is accepted | the slot was drawn); 1 for the root.
-        accept: acceptance probability of each draw at a slot, by the slot's coupling.
-        own: Pr(the slot itself is accepted | no subtree of its children is accepted).
-        gamma: the slot's division factor (K-SEQ only; else 1).
-    """
-
-    weight: Float[Tensor, "B N"]
-    accept: Float[Tensor, "B N D"]
-    own: Float[Tensor, "B N"]
-    gamma: Float[Tensor, "B N"]
+    weight: Float[Tensor, "B N"]  # Pr(the slot's subtree is accepted | the slot was drawn); 1 for the root
+    accept: Float[Tensor, "B N D"]  # acceptance probability of each draw at a slot, by the slot's coupling
+    own: Float[Tensor, "B N"]  # Pr(the slot itself is accepted | no subtree of its children is)
+    gamma: Float[Tensor, "B N"]  # the slot's division factor (K-SEQ only; else 1)
 
 
 def blank_plan(tries: Tries) -> TriePlan:
@@ -134,10 +125,7 @@ def decide(tries: Tries, plan: TriePlan, rng: Rng) -> Int[Tensor, " B"]:
 
 
 def _winner(
-    tries: Tries,
-    ends: Int[Tensor, "B N"],
-    moment: Int[Tensor, "B N"],
-    slots: Int[Tensor, "B W"],
+    tries: Tries, ends: Int[Tensor, "B N"], moment: Int[Tensor, "B N"], slots: Int[Tensor, "B W"]
 ) -> Int[Tensor, "B W"]:
     """Where the path of the accepted child with the earliest success ends; 0 when no child is accepted."""
     rows = torch.arange(slots.shape[0], device=slots.device).unsqueeze(-1)

@@ -169,10 +169,7 @@ def surplus_mass(
 
 
 def block_acceptance(
-    tokens: Int[Tensor, "B n"],
-    q: Float[Tensor, "B n V"] | None,
-    p: Float[Tensor, "B m V"],
-    lengths: Int[Tensor, " B"],
+    tokens: Int[Tensor, "B n"], q: Float[Tensor, "B n V"] | None, p: Float[Tensor, "B m V"], lengths: Int[Tensor, " B"]
 ) -> tuple[Float[Tensor, "B n"], Float[Tensor, "B n"]]:
     """P_i and h_i for i = 1..n: h_i = S_i / (S_i + 1 - P_i), and h_length = P_length.
 

@@ -14,11 +14,7 @@ def _first(bad: Tensor) -> tuple[int, ...]:
 
 
 def check_rows(name: str, rows: Float[Tensor, "*rows V"], valid: Tensor | None = None) -> None:
-    """Check that rows are finite, non-negative and sum to 1 within 1e-3, wherever `valid` is true.
-
-    Raises:
-        ValueError: naming the first bad row and its value.
-    """
+    """Check that rows are finite, non-negative and sum to 1 within 1e-3, wherever `valid` is true."""
     if not rows.is_floating_point() or rows.dtype in (torch.float16, torch.bfloat16):
         raise ValueError(f"{name} has dtype {rows.dtype}: probabilities must be float32 or float64")
     keep = torch.ones(rows.shape[:-1], dtype=torch.bool, device=rows.device) if valid is None else valid
@@ -41,11 +37,7 @@ def check_rows(name: str, rows: Float[Tensor, "*rows V"], valid: Tensor | None =
 
 
 def check_tokens(tokens: Int[Tensor, "*rows"], vocab: int, valid: Tensor) -> None:
-    """Check that token ids lie in [0, vocab), wherever `valid` is true.
-
-    Raises:
-        ValueError: naming the first bad position.
-    """
+    """Check that token ids lie in [0, vocab), wherever `valid` is true."""
     bad = valid & ((tokens < 0) | (tokens >= vocab))
     if bad.any():
         where = _first(bad)
@@ -53,11 +45,7 @@ def check_tokens(tokens: Int[Tensor, "*rows"], vocab: int, valid: Tensor) -> Non
 
 
 def check_drawn(tokens: Int[Tensor, "*rows"], q: Float[Tensor, "*rows V"], valid: Tensor) -> None:
-    """Check that q(token) > 0 for every drafted token, as it must be for a token drawn from q.
-
-    Raises:
-        ValueError: naming the first position where q(token) is 0.
-    """
+    """Check that q(token) > 0 for every drafted token, as it must be for a token drawn from q."""
     bad = valid & (q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) <= 0)
     if bad.any():
         where = _first(bad)

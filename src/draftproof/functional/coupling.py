@@ -156,10 +156,7 @@ def kseq_accept(
 
 
 def kseq_residual(
-    p: Float[Tensor, "R V"],
-    q: Float[Tensor, "R V"],
-    plan: KSeqPlan,
-    weight: Float[Tensor, " R"] | None = None,
+    p: Float[Tensor, "R V"], q: Float[Tensor, "R V"], plan: KSeqPlan, weight: Float[Tensor, " R"] | None = None
 ) -> Float[Tensor, "R V"]:
     """Residual weights max(a p - min(q, a p / g) acc / beta, 0) of each row; p where all of them are 0.
 
@@ -173,12 +170,7 @@ def kseq_residual(
 
 
 def kseq_select(
-    tokens: Int[Tensor, "B K"],
-    q: Float[Tensor, "B V"],
-    p: Float[Tensor, "B V"],
-    *,
-    rng: Rng,
-    validate: bool = True,
+    tokens: Int[Tensor, "B K"], q: Float[Tensor, "B V"], p: Float[Tensor, "B V"], *, rng: Rng, validate: bool = True
 ) -> Selection:
     """K-SEQ: couple K i.i.d. draws from q with one token from p, trying the draws in order.
 

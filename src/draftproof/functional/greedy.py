@@ -200,18 +200,8 @@ def greedy_block_verify(
 
     It is lossless only together with `modified_target` and `advance`: after the bonus token, the next n - accepted - 1
     tokens must come from the modified target. It accepts more than block verification in a single round, and less over
-    many rounds (Block Verification, arXiv 2403.10444, table 4).
-
-    Args:
-        tokens: drafted token ids.
-        q: the distribution each token was drawn from.
-        p: the target of this round, `modified_target(...).rows`.
-        rng: source of all randomness.
-        lengths: number of tokens in each row when rows differ; entries beyond a row's length are padding.
-        validate: check shapes, ranges and normalisation first.
-
-    Raises:
-        ValueError: `validate` found a mistake; the message names the row.
+    many rounds (Block Verification, arXiv 2403.10444, table 4). p is the target of this round,
+    `modified_target(...).rows`; other arguments and errors are those of `draftproof.functional.token_verify`.
 
     Source: Block Verification, arXiv 2403.10444, Algorithm 4; Block Verification v1, arXiv 2403.10444v1, Algorithm 3.
     """

@@ -82,23 +82,12 @@ def typical_verify(
 ) -> ChainVerdict:
     """Typical acceptance: keep x_i while p(x_i) > min(epsilon, delta exp(-H(p))), then draw the next token from p.
 
-    H is the entropy of p at that position. A token above the threshold is called typical.
+    H is the entropy of p at that position. A token above the threshold is called typical: always above `epsilon`, and
+    above less where the target is undecided. q is not used, but checked when given. Other arguments and errors are
+    those of `draftproof.functional.token_verify`.
 
     Output distribution: given its prefix, a drafted position has q(x) on typical tokens, plus the mass of q on all
     other tokens times p(x). The bonus token after a full chain has the distribution p.
-
-    Args:
-        tokens: drafted token ids.
-        q: not used, but checked when given.
-        p: the target's distribution before each drafted token and after the last one.
-        rng: source of all randomness.
-        epsilon: probability above which a token is always typical.
-        delta: factor of exp(-H), which lowers the threshold where the target is undecided.
-        lengths: number of tokens in each row when rows differ; entries beyond a row's length are padding.
-        validate: check shapes, ranges and normalisation first.
-
-    Raises:
-        ValueError: `validate` found a mistake; the message names the row.
 
     Source: Cai et al. 2024 (Medusa, arXiv 2401.10774), section on typical acceptance, with its defaults; Hewitt et
     al. 2022.
@@ -123,26 +112,14 @@ def mixture_verify(
     lengths: Int[Tensor, " B"] | None = None,
     validate: bool = True,
 ) -> ChainVerdict:
-    """Token verification against the mixture (1 - epsilon) p + epsilon q.
+    """Token verification against the mixture (1 - epsilon) p + epsilon q, epsilon from 0 (lossless) to 1.
 
     A token is accepted with probability min(1, (1 - epsilon) p/q + epsilon). The residual is that of token
-    verification, max(p - q, 0).
+    verification, max(p - q, 0). Other arguments and errors are those of `draftproof.functional.token_verify`.
 
     Output distribution: each drafted position has (1 - epsilon) p + epsilon q given its prefix, at total variation
     distance epsilon TV(p, q) from p. The bonus token after a full chain has the distribution p, because q is not known
     there.
-
-    Args:
-        tokens: drafted token ids.
-        q: the distribution each token was drawn from; None for point masses.
-        p: the target's distribution before each drafted token and after the last one.
-        rng: source of all randomness.
-        epsilon: weight of q, 0 (lossless) to 1 (every token is accepted).
-        lengths: number of tokens in each row when rows differ; entries beyond a row's length are padding.
-        validate: check shapes, ranges and normalisation first.
-
-    Raises:
-        ValueError: epsilon outside [0, 1], or `validate` found a mistake; the message names the row.
 
     Source: the output distribution of SPRINTER, arXiv 2502.04557, Theorem 3.1, as a rule that needs no stopper.
     """
@@ -155,10 +132,7 @@ def mixture_verify(
 
 
 def _clamped_mass(
-    ratio: Float[Tensor, "R V"],
-    mass_p: Float[Tensor, "R W"],
-    mass_q: Float[Tensor, "R W"],
-    bound: Float[Tensor, " R"],
+    ratio: Float[Tensor, "R V"], mass_p: Float[Tensor, "R W"], mass_q: Float[Tensor, "R W"], bound: Float[Tensor, " R"]
 ) -> tuple[Float[Tensor, " R"], Float[Tensor, " R"]]:
     """Two masses of the tokens with q/p below a bound, from prefix sums over tokens sorted by q/p."""
     at = torch.searchsorted(ratio, bound.unsqueeze(-1))
@@ -166,10 +140,7 @@ def _clamped_mass(
 
 
 def _floor_for(
-    filled: Float[Tensor, "R V"],
-    mass_p: Float[Tensor, "R W"],
-    mass_q: Float[Tensor, "R W"],
-    taken: Float[Tensor, " R"],
+    filled: Float[Tensor, "R V"], mass_p: Float[Tensor, "R W"], mass_q: Float[Tensor, "R W"], taken: Float[Tensor, " R"]
 ) -> Float[Tensor, " R"]:
     """The floor a at which max(a p - q, 0) sums to `taken`; `filled` holds that sum for a = q/p of each token."""
     at = torch.searchsorted(filled, taken.unsqueeze(-1), right=True)
@@ -227,25 +198,14 @@ def mentored_verify(
     lengths: Int[Tensor, " B"] | None = None,
     validate: bool = True,
 ) -> ChainVerdict:
-    """Mentored decoding: accept as much as possible while KL(p || output) is at most `budget` at each position.
+    """Mentored decoding: accept as much as possible while KL(p || output) is at most `budget` nats at each position.
 
     A token is accepted with probability min(1, b p/q); at a rejection the next one is drawn from max(a p - q, 0).
-    `mentored_bounds` gives a and b. Budget 0 is token verification. A token with p = 0 is never accepted.
+    `mentored_bounds` gives a and b. Budget 0 is token verification. A token with p = 0 is never accepted. Other
+    arguments and errors are those of `draftproof.functional.token_verify`.
 
     Output distribution: each drafted position has clamp(q, a p, b p) given its prefix. The bonus token after a full
     chain has the distribution p.
-
-    Args:
-        tokens: drafted token ids.
-        q: the distribution each token was drawn from.
-        p: the target's distribution before each drafted token and after the last one.
-        rng: source of all randomness.
-        budget: the largest divergence at each position, in nats.
-        lengths: number of tokens in each row when rows differ; entries beyond a row's length are padding.
-        validate: check shapes, ranges and normalisation first.
-
-    Raises:
-        ValueError: a negative budget, or `validate` found a mistake; the message names the row.
 
     Source: Tran-Thien 2023, "An optimal lossy variant of speculative decoding" (Hugging Face blog).
     """

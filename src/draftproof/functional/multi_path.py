@@ -23,8 +23,11 @@ from torch import Tensor
 
 from draftproof.functional.chain import block_verify
 from draftproof.functional.nodes import (
+    Ends,
     NodeVerdict,
     PathVerdict,
+    PRows,
+    QRows,
     Tries,
     refuse_branching_points,
     verify_chains,
@@ -61,7 +64,7 @@ def _mass_below(order: Int[Tensor, "r V"], q: Float[Tensor, "r V"]) -> Float[Ten
 
 
 def _select(
-    tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], *, joint: bool
+    tries: Tries, q: QRows, p: PRows, *, joint: bool
 ) -> tuple[Int[Tensor, "B n"], Float[Tensor, "B n V"], Float[Tensor, "B levels V"], Int[Tensor, " B"]]:
     """The selected path of each row: its slots, the rows it is a draw from, the target's rows, its length."""
     batch, vocab = tries.tokens.shape[0], p.shape[-1]
@@ -101,9 +104,7 @@ def _select(
     return path, made_rows, p[tries.p_row.gather(1, along)], length
 
 
-def _multi_path(
-    tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], rng: Rng, *, joint: bool
-) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
+def _multi_path(tries: Tries, q: QRows, p: PRows, rng: Rng, *, joint: bool) -> Ends:
     refuse_branching_points(tries, q)
     path, skewed, target, length = _select(tries, q, p, joint=joint)
     tokens = tries.tokens.gather(1, path)
@@ -113,12 +114,7 @@ def _multi_path(
 
 
 def multi_path_on_tries(
-    tries: Tries,
-    q: Float[Tensor, "rows V"] | None,
-    p: Float[Tensor, "m V"],
-    *,
-    rng: Rng,
-    validate: bool = True,
+    tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], *, rng: Rng, validate: bool = True
 ) -> NodeVerdict:
     """Greedy multi-path block verification of trees whose draws at a node are i.i.d.; lossless.
 
@@ -140,14 +136,9 @@ def multi_path_verify(
 ) -> PathVerdict:
     """Greedy multi-path block verification of K i.i.d. chains of one length; lossless.
 
-    Args:
-        tokens: drafted token ids; they are copied to the host once, to merge equal prefixes.
-        q: the distribution each token was drawn from; equal prefixes have equal rows.
-        p: the target's distribution before each drafted token and after the last one.
-        rng: source of all randomness.
-        validate: check shapes, ranges and normalisation first.
-        joint: use the distribution of the whole selected path, as the paper does; else the rows at each node are those
-            given how many chains pass through it, which accepts less and allows chains that stop early.
+    `joint` uses the distribution of the whole selected path, as the paper does; else the rows at each node are those
+    given how many chains pass through it, which accepts less and allows chains that stop early. Other arguments and
+    errors: see `spectr_verify`.
 
     Source: Thomas and Pal 2026, arXiv 2602.16961.
     """

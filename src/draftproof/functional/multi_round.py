@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.functional.coupling import rounds_plan
-from draftproof.functional.nodes import NodeVerdict, PathVerdict, Tries, verify_chains, verify_tries
+from draftproof.functional.nodes import Ends, NodeVerdict, PathVerdict, PRows, QRows, Tries, verify_chains, verify_tries
 from draftproof.functional.top_down import descend
 from draftproof.rng import Rng
 
@@ -27,33 +27,22 @@ def multi_round_on_tries(
 
     Each draw is tested against its own row of q, so the draws at a node may have different distributions: point masses
     (q = None) may branch, and draws without replacement whose rows are already renormalised need no option.
-
-    Args:
-        tries: the drafts.
-        q: rows that `tries.q_row` points into; None for point masses.
-        p: rows that `tries.p_row` points into.
-        rng: source of all randomness.
-        replacement: False when siblings were drawn without replacement and their rows of q are not renormalised.
-        validate: check rows and tokens first.
-
-    Raises:
-        ValueError: `validate` found a mistake; the message names the row.
+    `replacement` is False when siblings were drawn without replacement and their rows are not renormalised. Other
+    arguments and errors: see `spectr_on_tries`.
 
     Source: Miao et al. 2023 (SpecInfer, arXiv 2305.09781), algorithm 2.
     """
     return verify_tries(partial(_multi_round, replacement=replacement), tries, q, p, rng=rng, validate=validate)
 
 
-def _multi_round(
-    tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], rng: Rng, *, replacement: bool
-) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
+def _multi_round(tries: Tries, q: QRows, p: PRows, rng: Rng, *, replacement: bool) -> Ends:
     return descend(tries, p, partial(_multi_round_step, tries, q, p, replacement=replacement), rng)
 
 
 def _multi_round_step(
     tries: Tries,
-    q: Float[Tensor, "rows V"] | None,
-    p: Float[Tensor, "m V"],
+    q: QRows,
+    p: PRows,
     target: Float[Tensor, "B V"],
     kids: Int[Tensor, "B D"],
     ids: Int[Tensor, "B D"],

@@ -24,6 +24,10 @@ from draftproof.functional.checks import check_chain, check_rows, check_tokens
 from draftproof.rng import Rng
 from draftproof.tree import ROOT, TokenTree, merge_chains
 
+QRows = Float[Tensor, "rows V"] | None  # what `Tries.q_row` points into; None for point masses
+PRows = Float[Tensor, "m V"]  # what `Tries.p_row` points into
+Ends = tuple[Int[Tensor, " B"], Int[Tensor, " B"]]  # the last accepted slot and the bonus token of each row
+
 
 class PathVerdict(NamedTuple):
     """The outcome of a rule on several chains per row.
@@ -154,9 +158,7 @@ class Tries:
         kids = self.kids[rows, at]
         return kids, self.tokens.gather(1, kids)
 
-    def drawn_from(
-        self, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], kids: Int[Tensor, " r"]
-    ) -> Float[Tensor, "r V"]:
+    def drawn_from(self, q: QRows, p: PRows, kids: Int[Tensor, " r"]) -> Float[Tensor, "r V"]:
         """The rows of q that the tokens of these flat slots were drawn from; q = None stands for point masses."""
         if q is not None:
             return q[self.q_row.flatten()[kids]]
@@ -164,21 +166,12 @@ class Tries:
         return torch.zeros(kids.shape[0], p.shape[-1], dtype=p.dtype, device=p.device).scatter_(-1, tokens, 1)
 
     def path_verdict(self, at: Int[Tensor, " B"], token: Int[Tensor, " B"]) -> PathVerdict:
-        """The verdict as a number of tokens of a chain.
-
-        Args:
-            at: the last accepted slot of each row.
-            token: the bonus token of each row.
-        """
+        """The verdict as a number of tokens of a chain, from the last accepted slot and the bonus token of each row."""
         slot = at.unsqueeze(-1)
         return PathVerdict(self.chain.gather(1, slot).squeeze(-1), self.depth.gather(1, slot).squeeze(-1), token)
 
-    def check(self, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"]) -> None:
-        """Check that all rows are distributions over one vocabulary and that every token can come from its row of q.
-
-        Raises:
-            ValueError: naming the first bad row or slot.
-        """
+    def check(self, q: QRows, p: PRows) -> None:
+        """Check that all rows are distributions over one vocabulary, and every token can come from its row of q."""
         check_rows("p", p)
         inside = self.depth > 0
         check_tokens(self.tokens, p.shape[-1], inside)
@@ -230,10 +223,7 @@ def _levels(tables: list[list[list[int]]], depths: list[list[int]], device: torc
             if kids:
                 found[depth[slot]].append((len(kids) > 1, row * size + slot))
     return tuple(
-        Level(
-            sent([at for _, at in sorted(level)], device, torch.int64),
-            sum(not many for many, _ in level),
-        )
+        Level(sent([at for _, at in sorted(level)], device, torch.int64), sum(not many for many, _ in level))
         for level in found
     )
 
@@ -271,27 +261,12 @@ def _build(
     )
 
 
-Rule = Callable[
-    [Tries, Float[Tensor, "rows V"] | None, Float[Tensor, "m V"], Rng],
-    tuple[Int[Tensor, " B"], Int[Tensor, " B"]],
-]
+Rule = Callable[[Tries, QRows, PRows, Rng], Ends]
 """A rule on tries: it returns the last accepted slot and the bonus token of each row."""
 
 
-def verify_tries(
-    rule: Rule,
-    tries: Tries,
-    q: Float[Tensor, "rows V"] | None,
-    p: Float[Tensor, "m V"],
-    *,
-    rng: Rng,
-    validate: bool,
-) -> NodeVerdict:
-    """Check the inputs where `validate` is true, apply the rule, and return its verdict in terms of nodes.
-
-    Raises:
-        ValueError: `validate` found a mistake; the message names the row.
-    """
+def verify_tries(rule: Rule, tries: Tries, q: QRows, p: PRows, *, rng: Rng, validate: bool) -> NodeVerdict:
+    """Check the inputs where `validate` is true, apply the rule, and return its verdict in terms of nodes."""
     if validate:
         tries.check(q, p)
     at, token = rule(tries, q, p, rng)
@@ -309,23 +284,15 @@ def verify_chains(
     validate: bool,
     once: bool = False,
 ) -> PathVerdict:
-    """Merge K chains per row into tries and apply the rule; `once` as for `Tries.from_chains`.
-
-    Raises:
-        ValueError: `validate` found a mistake; the message names the row.
-    """
+    """Merge K chains per row into tries and apply the rule; `once` as for `Tries.from_chains`."""
     if validate:
         check_chain(tokens, q, p, lengths)
     tries = Tries.from_chains(tokens, lengths, once=once)
     return tries.path_verdict(*rule(tries, None if q is None else q.flatten(0, -2), p.flatten(0, -2), rng))
 
 
-def refuse_branching_points(tries: Tries, q: Float[Tensor, "rows V"] | None) -> None:
-    """Refuse point masses that branch, for rules that need i.i.d. draws at a node.
-
-    Raises:
-        ValueError: naming the rules that can use such drafts.
-    """
+def refuse_branching_points(tries: Tries, q: QRows) -> None:
+    """Refuse point masses that branch, for rules that need i.i.d. draws at a node."""
     if q is None and tries.branching:
         raise ValueError(
             "a point-mass draft branches: its tokens are no i.i.d. draws; use multi_round or traversal, or pass q"

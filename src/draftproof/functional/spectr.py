@@ -9,8 +9,11 @@ from torch import Tensor
 
 from draftproof.functional.coupling import kseq_accept, kseq_plan, kseq_residual
 from draftproof.functional.nodes import (
+    Ends,
     NodeVerdict,
     PathVerdict,
+    PRows,
+    QRows,
     Tries,
     refuse_branching_points,
     verify_chains,
@@ -40,17 +43,15 @@ def spectr_on_tries(
     return verify_tries(_spectr, tries, q, p, rng=rng, validate=validate)
 
 
-def _spectr(
-    tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], rng: Rng
-) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
+def _spectr(tries: Tries, q: QRows, p: PRows, rng: Rng) -> Ends:
     refuse_branching_points(tries, q)
     return descend(tries, p, partial(_spectr_step, tries, q, p), rng)
 
 
 def _spectr_step(
     tries: Tries,
-    q: Float[Tensor, "rows V"] | None,
-    p: Float[Tensor, "m V"],
+    q: QRows,
+    p: PRows,
     target: Float[Tensor, "B V"],
     kids: Int[Tensor, "B D"],
     ids: Int[Tensor, "B D"],

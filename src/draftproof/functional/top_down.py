@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from draftproof.functional.coupling import first_success, settle
-from draftproof.functional.nodes import Tries
+from draftproof.functional.nodes import Ends, PRows, Tries
 from draftproof.rng import Rng
 
 
@@ -29,7 +29,7 @@ draws. It returns the acceptance probability of each draw and the residual weigh
 """
 
 
-def descend(tries: Tries, p: Float[Tensor, "m V"], step: Step, rng: Rng) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
+def descend(tries: Tries, p: PRows, step: Step, rng: Rng) -> Ends:
     """Select a token at the root, go on with the draws that begin with it, and stop when there are none.
 
     A draw that begins with the selected token is kept, also when it was rejected on the way or when the token came from
@@ -37,9 +37,6 @@ def descend(tries: Tries, p: Float[Tensor, "m V"], step: Step, rng: Rng) -> tupl
 
     Every depth takes two calls of `rng`, the leaves included. So the random numbers of a row do not depend on the depth
     of the other tries in the batch.
-
-    Returns:
-        The last accepted slot of each row, and the token after it.
     """
     at = torch.zeros_like(tries.tokens[:, 0])
     token, done = at, torch.zeros_like(at, dtype=torch.bool)

@@ -21,13 +21,11 @@ from draftproof.functional.bottom_up import (
     with_leaves,
 )
 from draftproof.functional.coupling import rounds_plan
-from draftproof.functional.nodes import NodeVerdict, PathVerdict, Tries, verify_chains, verify_tries
+from draftproof.functional.nodes import Ends, NodeVerdict, PathVerdict, PRows, QRows, Tries, verify_chains, verify_tries
 from draftproof.rng import Rng
 
 
-def traversal_plan(
-    tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], *, replacement: bool = True
-) -> TriePlan:
+def traversal_plan(tries: Tries, q: QRows, p: PRows, *, replacement: bool = True) -> TriePlan:
     """The plan of traversal verification: at each slot recursive rejection, which starts from a p."""
     plan = blank_plan(tries)
     for level in portions(tries, p):
@@ -49,9 +47,7 @@ def traversal_plan(
     return with_leaves(tries, plan)
 
 
-def _traversal(
-    tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], rng: Rng, *, replacement: bool
-) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
+def _traversal(tries: Tries, q: QRows, p: PRows, rng: Rng, *, replacement: bool) -> Ends:
     plan = traversal_plan(tries, q, p, replacement=replacement)
     at = decide(tries, plan, rng)
     weights = p[entry_at(tries.p_row, at)]

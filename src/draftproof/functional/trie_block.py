@@ -23,8 +23,11 @@ from draftproof.functional.bottom_up import (
 )
 from draftproof.functional.coupling import kseq_accept, kseq_gamma, kseq_plan, kseq_residual
 from draftproof.functional.nodes import (
+    Ends,
     NodeVerdict,
     PathVerdict,
+    PRows,
+    QRows,
     Tries,
     refuse_branching_points,
     verify_chains,
@@ -33,7 +36,7 @@ from draftproof.functional.nodes import (
 from draftproof.rng import Rng
 
 
-def trie_block_plan(tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"]) -> TriePlan:
+def trie_block_plan(tries: Tries, q: QRows, p: PRows) -> TriePlan:
     """The plan of trie block verification: one pass for each depth; g is searched only at slots with several draws.
 
     At a slot of weight a with k draws: g = kseq_gamma(a p, q, k) and w(x) = min(1, a p(x) / (g q(x))). When no child is
@@ -57,9 +60,7 @@ def trie_block_plan(tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Te
     return with_leaves(tries, plan)
 
 
-def _trie_block(
-    tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], rng: Rng
-) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
+def _trie_block(tries: Tries, q: QRows, p: PRows, rng: Rng) -> Ends:
     refuse_branching_points(tries, q)
     plan = trie_block_plan(tries, q, p)
     at = decide(tries, plan, rng)
@@ -77,16 +78,8 @@ def trie_block_on_tries(
 ) -> NodeVerdict:
     """Trie block verification on explicit tries; lossless when the draws at a node are i.i.d.
 
-    Args:
-        tries: the drafts; the draws at a slot share one row of q. A slot without draws is a leaf: it is accepted with
-            its weight and followed by a token from p. So a chain may stop at any length.
-        q: rows that `tries.q_row` points into; None for point masses without branches.
-        p: rows that `tries.p_row` points into.
-        rng: source of all randomness.
-        validate: check rows and tokens first.
-
-    Raises:
-        ValueError: point masses that branch, or `validate` found a mistake; the message names the row.
+    A slot without draws is a leaf: it is accepted with its weight and followed by a token from p. So a chain may stop
+    at any length. Arguments and errors: see `spectr_on_tries`.
     """
     return verify_tries(_trie_block, tries, q, p, rng=rng, validate=validate)
 

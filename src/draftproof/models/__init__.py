@@ -16,7 +16,7 @@ from draftproof.embedded import draft_dir, fast_draft_dir, stories_draft_dir, st
 from draftproof.errors import UserError, reason
 from draftproof.models.download import Packaged, Progress, Report, fetch, refuse_without_gguf
 from draftproof.models.found import is_file_name, obtain_file, resolve_file
-from draftproof.models.layers import PROVENANCE, write_json, write_truncated
+from draftproof.models.layers import PROVENANCE, write_truncated
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _WHAT_TO_DO = "set DRAFTPROOF_HOME to a folder of your own, or change its owner or mode"
@@ -36,20 +36,13 @@ class Derived:
     probability 0.56 (sum of min(p, q) at temperature 1, over 1536 tokens of fiction, encyclopedia and worked sums that
     had no part in the choice; the top token agrees on 49%), where a greedy search one layer at a time got 0.53. The
     draft still costs 24/30 of its target, so it cannot make anything faster: that takes a trained drafter.
-
-    Attributes:
-        source: name of the model in the registry.
-        keep_layers: numbers of the layers that stay, ascending.
-        licence: of the weights.
-        megabytes: size on disk.
-        about: one line for the list of models.
     """
 
-    source: str
-    keep_layers: tuple[int, ...]
-    licence: str
-    megabytes: int
-    about: str
+    source: str  # name of the model in the registry
+    keep_layers: tuple[int, ...]  # numbers of the layers that stay, ascending
+    licence: str  # of the weights
+    megabytes: int  # size on disk
+    about: str  # one line for the list of models
 
 
 _SMOLLM2 = Packaged(
@@ -173,11 +166,7 @@ def _existing(name: str) -> str:
 
 
 def obtain(
-    name_or_path: str | Path,
-    *,
-    offline: bool | None = None,
-    report: Report = _log.info,
-    progress: Progress = _ignore,
+    name_or_path: str | Path, *, offline: bool | None = None, report: Report = _log.info, progress: Progress = _ignore
 ) -> str:
     """As `resolve`, but a registered model, or a named GGUF file of the hub, that is not here is downloaded first.
 
@@ -258,11 +247,7 @@ def pull(
 
 
 def _make_home() -> None:
-    """Make the folder of models, where it is missing.
-
-    Raises:
-        UserError: another user could exchange what is put there, or it cannot be made.
-    """
+    """Make the folder of models, where it is missing; refuse it where another user could exchange what is put there."""
     try:
         files.make_folders(home())
         problem = files.why_distrusted(home(), strict=False)
@@ -289,4 +274,4 @@ def _refuse_offline(name: str, forbidden: bool | None) -> None:
 def _write_provenance(out: Path, name: str, origin: dict[str, Any]) -> None:
     made_with = {package: version(package) for package in ("draftproof", "torch", "transformers")}
     licence = REGISTRY[name].licence
-    write_json(out / PROVENANCE, {"name": name, "licence": licence, **origin, "made_with": made_with})
+    files.write_json(out / PROVENANCE, {"name": name, "licence": licence, **origin, "made_with": made_with})

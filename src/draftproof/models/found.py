@@ -23,14 +23,7 @@ _MODEL_LAYER = "application/vnd.ollama.image.model"
 
 @dataclass(frozen=True)
 class FoundFile:
-    """A GGUF file on this disk.
-
-    Attributes:
-        name: that options take.
-        path: of the file.
-        keeper: the program whose folder it is in.
-        nbytes: its size.
-    """
+    """A GGUF file on this disk: the name that options take, and the program (`keeper`) whose folder it is in."""
 
     name: str
     path: Path
@@ -44,11 +37,7 @@ def is_file_name(name: str) -> bool:
 
 
 def resolve_file(name: str) -> str:
-    """The path of a file that is on this machine already.
-
-    Raises:
-        UserError: it is not, or several files fit.
-    """
+    """The path of a file that is on this machine already."""
     if name.startswith(OLLAMA):
         return str(_of_ollama(name.removeprefix(OLLAMA)))
     repository, kind = _parts(name)
@@ -63,11 +52,7 @@ def resolve_file(name: str) -> str:
 
 
 def obtain_file(name: str, *, offline: bool) -> str:
-    """The same, but a file of the hub is downloaded first where that is allowed.
-
-    Raises:
-        UserError: as `resolve_file`, or no such repository or file.
-    """
+    """The same, but a file of the hub is downloaded first where that is allowed."""
     if name.startswith(OLLAMA) or offline:
         return resolve_file(name)
     from huggingface_hub import HfApi, hf_hub_download
@@ -102,11 +87,7 @@ def _parts(name: str) -> tuple[str, str]:
 
 
 def _choose(files: Iterable[str], kind: str) -> str | None:
-    """The one file whose name has the kind as a word; of a model in several files the first part.
-
-    Raises:
-        UserError: several files have.
-    """
+    """The one file whose name has the kind as a word; of a model in several files the first part."""
     word = re.compile(rf"(?<![A-Za-z0-9]){re.escape(kind)}(?![A-Za-z0-9_])", re.IGNORECASE)
     stems = {file: PurePosixPath(file).name.removesuffix(".gguf") for file in files}
     fitting = sorted(

@@ -37,13 +37,8 @@ def _words(
 ) -> str:
     """The expression of Llama 3 and its kin: words with a sign before them, digits, signs with line ends, blanks.
 
-    Args:
-        digits: which digits are one piece.
-        before: alternatives that come first.
-        letters: a word without the sign before it.
-        no_signs: characters that are no signs.
-        ends: what belongs to the signs before it.
-        blanks: alternatives for blanks.
+    Alternatives `before` come first; `letters` are a word without its sign, and `no_signs` characters that are no
+    signs.
     """
     return rf"{before}{_NO_WORD}{letters}|{digits}| ?[^{no_signs}]+{ends}|{blanks}"
 
@@ -57,12 +52,10 @@ def _cases(digits: str, ending: str = f"{_CONTRACTIONS}?", letters: str = r"\p{L
 
 @dataclass(frozen=True)
 class _Known:
-    """What a name of a pre-tokenizer demands.
+    """What a name of a pre-tokenizer demands: expressions that split a text, each the pieces of the one before.
 
-    Attributes:
-        expressions: that split a text, each the pieces of the one before.
-        whole_words: whether a word that is a token is taken without looking at merges.
-        bos: whether a text begins with the token for that where the file does not say.
+    `whole_words`: a word that is a token is taken without looking at merges. `bos`: a text begins with the token for
+    that where the file does not say.
     """
 
     expressions: tuple[str, ...]
@@ -189,11 +182,7 @@ KNOWN = {
 
 
 def known_of(file: GGUFFile) -> _Known:
-    """What the name in a file with a byte-level tokenizer demands.
-
-    Raises:
-        UserError: the name is not known.
-    """
+    """What the name in a file with a byte-level tokenizer demands."""
     name = file.get("tokenizer.ggml.pre") or UNNAMED
     if name not in KNOWN:
         raise UserError(

@@ -61,14 +61,7 @@ def is_gguf(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies.
-
-    Attributes:
-        map: of its file.
-        offset: in the map.
-        shape: outermost dimension first, as torch has it.
-        type: ggml's number of its type.
-    """
+    """Where a tensor lies in the map of its file, its shape as torch has it, and ggml's number of its type."""
 
     map: mmap.mmap
     offset: int
@@ -96,15 +89,10 @@ class TensorEntry:
 
 
 class GGUFFile:
-    """The metadata and the tensors of a GGUF file.
+    """The metadata and the tensors of a GGUF file, by key and name; of a model in several files of all of them.
 
     Args:
         path: the file; of a model in several files the first one.
-
-    Attributes:
-        path: as given.
-        metadata: by key; arrays of numbers are arrays of numpy.
-        tensors: by name.
 
     Raises:
         UserError: there is none, it is damaged, or a part of it is missing.

@@ -23,20 +23,13 @@ _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # nam
 
 @dataclass(frozen=True)
 class FileTokenizer:
-    """The tokenizer of a file.
+    """The tokenizer of a file."""
 
-    Attributes:
-        tokenizer: of the library `tokenizers`.
-        eos_token_id, bos_token_id: as the file names them.
-        special_tokens: as chat templates get them, by name: `bos_token` and others that are never split.
-        chat_template: in Jinja's language; None where there is none.
-    """
-
-    tokenizer: Tokenizer
-    eos_token_id: int | None
+    tokenizer: Tokenizer  # of the library `tokenizers`
+    eos_token_id: int | None  # as the file names them
     bos_token_id: int | None
-    special_tokens: dict[str, str]
-    chat_template: str | None
+    special_tokens: dict[str, str]  # as chat templates get them, `bos_token` and others that are never split
+    chat_template: str | None  # in Jinja's language; None where there is none
 
     def for_transformers(self) -> Any:
         """The same as a tokenizer of transformers."""
@@ -53,9 +46,6 @@ def read_file_tokenizer(file: GGUFFile) -> FileTokenizer | None:
 
     Args:
         file: opened.
-
-    Raises:
-        UserError: its tokens and merges do not fit together, or it names a pre-tokenizer that is not known.
     """
     kinds = {BYTE_LEVEL: _byte_level, _SCORED: _scored}
     make = kinds.get(file.get("tokenizer.ggml.model"))

@@ -27,9 +27,6 @@ def truncated_copy(source_dir: str | Path, keep_layers: Sequence[int], out_dir: 
 
     Works on the files of Llama-shaped directories (`model.layers.N.*` tensors in safetensors); embedding, final norm,
     head and tokenizer are the source's, so both models have the same tokens.
-
-    Raises:
-        UserError: a layer that is not there or not ascending, a directory of another shape, or `out_dir` exists.
     """
     out = Path(out_dir)
     with files.whole_directory(out) as work:
@@ -38,11 +35,7 @@ def truncated_copy(source_dir: str | Path, keep_layers: Sequence[int], out_dir: 
 
 
 def parse_layers(text: str) -> list[int]:
-    """The layers that ranges such as `0-11,18-29` or `0,2,4` name, both ends included.
-
-    Raises:
-        UserError: something that is no range.
-    """
+    """The layers that ranges such as `0-11,18-29` or `0,2,4` name, both ends included."""
     layers: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,4})(?:\s*-\s*(\d{1,4}))?\s*", part)
@@ -58,7 +51,7 @@ def write_truncated(source: Path, keep: Sequence[int], out: Path) -> None:
     _check_layers(keep, int(config.get("num_hidden_layers", 0)))
     tensors = _kept(_read_tensors(source), keep)
     _copy_companions(source, out)
-    write_json(out / "config.json", _truncated_config(config, keep))
+    files.write_json(out / "config.json", _truncated_config(config, keep))
     save_file(tensors, out / _WEIGHTS, metadata={"format": "pt"})
 
 
@@ -112,8 +105,3 @@ def _copy_companions(source: Path, out: Path) -> None:
         untrue = path.name in {"config.json", _INDEX, PROVENANCE}
         if path.suffix in {".json", ".jinja", ".txt", ".model"} and not untrue:
             shutil.copyfile(path, out / path.name)
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file that people can read, too."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -17,12 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class TensorAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts allocations while it is entered.
-
-    Attributes:
-        allocated: bytes allocated since it was entered and not yet released.
-        peak: the largest value of `allocated` since `reset_peak`.
-    """
+    """Counts bytes allocated and not yet released while it is entered, and their peak since `reset_peak`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

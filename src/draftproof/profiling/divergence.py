@@ -38,9 +38,6 @@ class DivergenceOptions:
         dtype: number format of both models.
         dataset: the texts.
         questions: how many of them.
-
-    Raises:
-        UserError: a number below 1.
     """
 
     target: str = models.DEFAULT_TARGET
@@ -59,13 +56,9 @@ class DivergenceOptions:
 
 @dataclass(frozen=True)
 class _Found:
-    """Sums over the tokens of one text.
+    """Sums over the tokens of one text: KL divergence from the other, in nats, and minus the log-probabilities.
 
-    Attributes:
-        tokens: that were compared.
-        divergence: KL divergence of the target's next token from the other's, in nats.
-        same: tokens whose most likely one is the same.
-        loss, other_loss: minus the logarithm of the next token's probability.
+    `same` counts the tokens whose most likely one is the same.
     """
 
     tokens: int
@@ -76,17 +69,10 @@ class _Found:
 
 
 def measure_divergence(options: DivergenceOptions, *, watch: Watch = silent) -> Results:
-    """Divergence, same most likely token and perplexity on texts, with intervals over texts.
-
-    Raises:
-        UserError: a model that cannot be loaded, another tokenizer, or texts of less than two tokens.
-    """
+    """Divergence, same most likely token and perplexity on texts, with intervals over texts."""
     facts = run_facts()
     changed = LoadOptions(
-        dtype=options.dtype,
-        weights=options.weights,
-        activations=options.activations,
-        kv_dtype=options.kv_dtype,
+        dtype=options.dtype, weights=options.weights, activations=options.activations, kv_dtype=options.kv_dtype
     )
     one = load(options.target, changed)
     other = load(options.against or options.target, LoadOptions(dtype=options.dtype, activations="float"))

@@ -56,9 +56,6 @@ class ForwardOptions:
         prompts: also read a prompt of this many tokens, without a context.
         context: tokens that were read before.
         repeats: passes of each kind that count.
-
-    Raises:
-        UserError: a number below 1.
     """
 
     target: str = "embedded:stories"
@@ -84,11 +81,7 @@ class ForwardOptions:
 
 
 def measure_forward(options: ForwardOptions, *, watch: Watch = silent) -> Results:
-    """Milliseconds of a pass of each shape, on each backend and in each dtype.
-
-    Raises:
-        UserError: a model that cannot be loaded, or a context too short for the shapes.
-    """
+    """Milliseconds of a pass of each shape, on each backend and in each dtype."""
     device = parse_device(None)  # where models are loaded
     facts, read = run_facts(device), bandwidth(device=device)
     tokens = _context(options)

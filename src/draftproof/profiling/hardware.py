@@ -23,11 +23,6 @@ def bandwidth(size: int = 2**28, repeats: int = 10, device: torch.device | str =
     """Bytes read from memory per second: the best of several sums and products over more bytes than fit into a cache.
 
     Which of the two is the faster one differs between processors.
-
-    Args:
-        size: bytes that are read.
-        repeats: of each.
-        device: whose memory is read.
     """
     data = torch.ones((1024, size // 4096), device=device)
     vector = torch.ones(data.shape[1], device=device)
@@ -53,13 +48,7 @@ def _fastest(call: Callable[[], object], repeats: int, device: torch.device = _C
 
 
 class ReadWeights(NamedTuple):
-    """The weights that a forward pass reads.
-
-    Attributes:
-        entries: number of weights.
-        nbytes: of all of them.
-        dtype: of the model; of a GGUF file that of its hidden states.
-    """
+    """Number and bytes of the weights that a pass reads; a GGUF file's dtype is that of its hidden states."""
 
     entries: int
     nbytes: int
@@ -70,9 +59,6 @@ def weights_read(name: str, dtype: str) -> ReadWeights:
     """The weights that one forward pass of a model reads; the model is loaded to count them, a GGUF file is not.
 
     The input embedding counts only if it is also the output layer; otherwise a pass reads only a few of its rows.
-
-    Raises:
-        UserError: a model that cannot be loaded.
     """
     where = Path(models.resolve(name))
     if is_gguf(where):

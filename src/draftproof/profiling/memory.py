@@ -31,9 +31,6 @@ class Workload:
         batch: requests decoded together.
         prompt_tokens: length of each prompt.
         new_tokens: to generate for each.
-
-    Raises:
-        UserError: a number below 1.
     """
 
     batch: int = 1
@@ -46,90 +43,52 @@ class Workload:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of one part, with the copies and tables made from them (fused, packed, scaled).
+    """Bytes of the weights of one part, with the copies and tables made from them (fused, packed, scaled)."""
 
-    Attributes:
-        part: its name.
-        own: bytes that it does not share with the parts before it in the list.
-        packed: those of `own` that are in a layout for the CPU.
-        shared: bytes that it shares with the parts before it.
-    """
-
-    part: str
-    own: int
-    packed: int
-    shared: int
+    part: str  # its name
+    own: int  # bytes that it does not share with the parts before it in the list
+    packed: int  # those of `own` that are in a layout for the CPU
+    shared: int  # bytes that it shares with the parts before it
 
 
 @dataclass(frozen=True)
 class Cache:
-    """The keys and values of a model.
+    """The keys and values of a model."""
 
-    Attributes:
-        part: its name.
-        token: bytes per token.
-        sequence: bytes of the longest request of the run, with drafted tokens.
-        used: bytes of the whole batch at that length.
-        taken: the most that the batch took, in whole pages or as a block of equal slots.
-        paged: whether a slot takes pages for what its request has written; else as much as the longest request.
-    """
-
-    part: str
-    token: int
-    sequence: int
-    used: int
-    taken: int
-    paged: bool
+    part: str  # its name
+    token: int  # bytes per token
+    sequence: int  # bytes of the longest request of the run, with drafted tokens
+    used: int  # bytes of the whole batch at that length
+    taken: int  # the most that the batch took, in whole pages or as a block of equal slots
+    paged: bool  # whether a slot takes pages for what its request has written; else as much as the longest request
 
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """Memory as measured by the system or the accelerator; on a CPU, memory of the whole process.
+    """Memory as measured by the system or the accelerator; on a CPU, memory of the whole process."""
 
-    Attributes:
-        how: the method, a key of `draftproof.peak.HOW`.
-        before: bytes before anything was loaded; None if the system does not report them.
-        loading: peak while the engine was loaded.
-        loaded: bytes after that.
-        peak: peak while the batch ran.
-    """
-
-    how: str
-    before: int | None
-    loading: int
-    loaded: int | None
-    peak: int
+    how: str  # the method, a key of `draftproof.peak.HOW`
+    before: int | None  # bytes before anything was loaded; None if the system does not report them
+    loading: int  # peak while the engine was loaded
+    loaded: int | None  # bytes after that
+    peak: int  # peak while the batch ran
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of an engine, in bytes.
+    """The memory of an engine, in bytes."""
 
-    Attributes:
-        workload: the batch that was run.
-        parts: drafter, stopper and rule in effect.
-        weights: of each part.
-        caches: of each model.
-        states: peak of the hidden states in sessions, for feature heads; they are part of `temporaries`.
-        recurrent: peak of the states of recurrent layers in sessions, between rounds; part of `temporaries` too.
-        first: peak of each phase, and of the whole round, in the round that reads the prompts.
-        later: the same for the largest of the other rounds.
-        rows: the largest rows of logits and probabilities that a phase returned.
-        temporaries: peak of the tensors besides weights and caches.
-        resident: as measured by the system.
-    """
-
-    workload: Workload
-    parts: dict[str, str | None]
-    weights: tuple[Weights, ...]
-    caches: tuple[Cache, ...]
-    states: int
-    recurrent: int
-    first: dict[str, int]
-    later: dict[str, int]
-    rows: dict[str, RowShape]
-    temporaries: int
-    resident: MeasuredMemory
+    workload: Workload  # the batch that was run
+    parts: dict[str, str | None]  # drafter, stopper and rule in effect
+    weights: tuple[Weights, ...]  # of each part
+    caches: tuple[Cache, ...]  # of each model
+    states: int  # peak of the hidden states in sessions, for feature heads; they are part of `temporaries`
+    recurrent: int  # peak of the states of recurrent layers in sessions, between rounds; part of `temporaries` too
+    first: dict[str, int]  # peak of each phase, and of the whole round, in the round that reads the prompts
+    later: dict[str, int]  # the same for the largest of the other rounds
+    rows: dict[str, RowShape]  # the largest rows of logits and probabilities that a phase returned
+    temporaries: int  # peak of the tensors besides weights and caches
+    resident: MeasuredMemory  # as measured by the system
 
     @property
     def total(self) -> int:
@@ -144,13 +103,8 @@ class Memory:
 def measure(make: Callable[[], Engine], workload: Workload, device: torch.device) -> Memory:
     """Load an engine, run a batch for its peak, and run it again for the memory of each phase.
 
-    Args:
-        make: loads the engine, with the workload's batch as `max_batch`; so its caches grow as in normal use.
-        workload: the batch; tokens are sampled at temperature 1, and nothing ends a request early.
-        device: the device of the engine's models.
-
-    Raises:
-        UserError: from loading, or if prompt and new tokens exceed the target's context.
+    `make` loads it with the workload's batch as `max_batch`, so its caches grow as in normal use. Tokens are sampled at
+    temperature 1, and nothing ends a request early.
     """
     loading = Peak(device)
     engine = make()
@@ -187,11 +141,7 @@ def measure(make: Callable[[], Engine], workload: Workload, device: torch.device
 
 
 def warm_up(*, dtype: str, device: str, backend: str) -> None:
-    """Load and run a tiny pair once, so that libraries are loaded before anything is measured.
-
-    Raises:
-        UserError: no such dtype, device or backend.
-    """
+    """Load and run a tiny pair once, so that libraries are loaded before anything is measured."""
     engine = Engine.load(
         "embedded:target",
         "embedded:draft",
@@ -206,11 +156,7 @@ def warm_up(*, dtype: str, device: str, backend: str) -> None:
 
 
 def refuse_overlong(engine: Engine, workload: Workload) -> None:
-    """Refuse a workload that would end at the context instead of at its number of tokens.
-
-    Raises:
-        UserError: prompt and new tokens exceed the target's context; with the number that fits.
-    """
+    """Refuse a workload that would end at the context instead of at its number of tokens."""
     total = workload.prompt_tokens + workload.new_tokens
     most = engine.target.max_positions
     if most is not None and total > most:
@@ -255,13 +201,7 @@ def weights(engine: Engine) -> Iterator[Weights]:
 
 
 def caches(engine: Engine, longest: dict[int, int], batch: int) -> Iterator[Cache]:
-    """Every slot cache of an engine that was used.
-
-    Args:
-        engine: after a run.
-        longest: tokens of the longest request by the id of its cache.
-        batch: requests that ran together.
-    """
+    """Every slot cache of an engine that was used; `longest`: tokens of the longest request by the id of its cache."""
     for part, cache in slot_caches(engine):
         if cache.peak:
             sequence = cache.token_nbytes * longest.get(id(cache), 0)

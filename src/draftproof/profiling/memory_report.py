@@ -11,13 +11,7 @@ from draftproof.results import Results, table
 
 
 def memory_report(found: Memory, setup: Mapping[str, Any], facts: Mapping[str, Any]) -> Results:
-    """The report as a page and as JSON.
-
-    Args:
-        found: by `draftproof.profiling.memory.measure`.
-        setup: names of the models and options, for the JSON.
-        facts: of the run.
-    """
+    """The report as a page and as JSON, which also has the `setup`: names of the models and options."""
     lines = [*_weights(found), "", *_caches(found), "", *_round(found), "", *_measured(found)]
     return Results("Memory", lines, {**setup, **found.to_dict()}, facts)
 

@@ -23,12 +23,9 @@ ROUND = "round"
 
 @dataclass(frozen=True)
 class RowShape:
-    """Rows over the vocabulary that a phase returned.
+    """Rows over the vocabulary that a phase returned: batch, largest number of rows of a request, vocabulary.
 
-    Attributes:
-        shape: batch, largest number of rows of a request, vocabulary.
-        dtype: of the rows.
-        nbytes: of all requests; less than the shape gives if requests have different numbers of rows.
+    `nbytes` are less than the shape gives if requests have different numbers of rows.
     """
 
     shape: tuple[int, int, int]
@@ -37,26 +34,16 @@ class RowShape:
 
 
 class Phases:
-    """Counts the allocations of every phase of every round of an observed engine.
-
-    Attributes:
-        first, later: peak bytes of each phase, and of the whole round, beyond those allocated when it began: of the
-            first round, and of the largest one after it.
-        peak: peak bytes of all tensors allocated since observation began.
-        rows: the largest rows returned, by phase.
-        longest: tokens of the longest request by the id of its slot cache.
-        states: peak bytes of the hidden states in sessions.
-        recurrent: peak bytes of the states of recurrent layers in sessions, after a pass.
-    """
+    """Counts the allocations of every phase of every round of an observed engine, and of the whole rounds."""
 
     def __init__(self) -> None:
-        self.first = dict.fromkeys((*PHASES, ROUND), 0)
-        self.later = dict.fromkeys((*PHASES, ROUND), 0)
-        self.peak = 0
-        self.rows: dict[str, RowShape] = {}
-        self.longest: dict[int, int] = {}
-        self.states = 0
-        self.recurrent = 0
+        self.first = dict.fromkeys((*PHASES, ROUND), 0)  # peak bytes beyond those when it began, in the first round
+        self.later = dict.fromkeys((*PHASES, ROUND), 0)  # the same in the largest of the other rounds
+        self.peak = 0  # bytes of all tensors allocated since observation began
+        self.rows: dict[str, RowShape] = {}  # the largest returned by each phase
+        self.longest: dict[int, int] = {}  # tokens of the longest request by the id of its slot cache
+        self.states = 0  # peak bytes of the hidden states in sessions
+        self.recurrent = 0  # peak bytes of the states of recurrent layers in sessions, after a pass
         self._allocations = TensorAllocations()
         self._done = 0
         self._phase_start = self._round_start = self._round_peak = 0
@@ -127,14 +114,7 @@ class Phases:
 
 
 class _Observed:
-    """A part of an engine with callbacks before and after one of its methods.
-
-    Args:
-        part: the part that it replaces.
-        method: name of the method.
-        before: called with the method's arguments.
-        after: called with its result.
-    """
+    """A part of an engine whose method calls `before` with its arguments, and `after` with its result."""
 
     def __init__(
         self, part: object, method: str, *, before: Callable[..., None] | None = None, after: Callable[[Any], None]

@@ -44,9 +44,6 @@ class RoundOptions:
         dataset, questions: of the prompts.
         tokens: tokens of every answer; stop tokens are ignored.
         temperature: sampling temperature; 0 is greedy.
-
-    Raises:
-        UserError: a number below 1.
     """
 
     target: str = "embedded:stories"
@@ -85,11 +82,7 @@ class RoundOptions:
 
 
 def measure_round(options: RoundOptions, *, watch: Watch = silent) -> Results:
-    """Milliseconds of each part of a round, and the floors of the parts.
-
-    Raises:
-        UserError: a model, part or data set that does not exist or does not fit.
-    """
+    """Milliseconds of each part of a round, and the floors of the parts."""
     facts = run_facts()
     cache, cells = ModelCache(device="cpu"), options.cells()
     questions = read_questions(options.dataset, options.questions)

@@ -77,9 +77,6 @@ class RuleSizes:
         drafts: number of drafts; rules for one draft are measured at 1 draft only.
         length: draft length.
         repeats: calls of each rule that count.
-
-    Raises:
-        UserError: a number below 1.
     """
 
     vocab: Sequence[int] = (32000, 151936, 262144)

@@ -59,11 +59,9 @@ def _slots(kind: type) -> Iterable[str]:
 
 @dataclass(frozen=True)
 class TensorMemory:
-    """Memory of a set of tensors.
+    """Memory of a set of tensors, by storage, so that views and shared tensors count once.
 
-    Attributes:
-        nbytes: by storage, so that views and shared tensors count once.
-        packed: keys of the storages that are weights in a layout for the CPU.
+    `packed` has the keys of the storages that are weights in a layout for the CPU.
     """
 
     nbytes: Mapping[_Key, int]

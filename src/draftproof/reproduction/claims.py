@@ -28,15 +28,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim and its verdict.
-
-    Attributes:
-        text: the claim, in the form "a number > 0".
-        kind: whether it must hold.
-        interval: of that number.
-        at_least: whether the claim is also true of 0.
-        verdict: see `judge`.
-    """
+    """A claim "a number > 0", or with `at_least` "a number >= 0", the interval of that number, and the verdict."""
 
     text: str
     kind: Kind
@@ -56,12 +48,7 @@ def exact_claim(text: str, value: float, *, at_least: bool = False) -> Claim:
 
 
 def judge(interval: Estimate, *, at_least: bool = False) -> Judgement:
-    """Holds if the whole interval agrees with "above 0", violated if none of it does, else not distinguishable.
-
-    Args:
-        interval: of a number that the claim says is above 0.
-        at_least: whether the claim is "not below 0".
-    """
+    """Holds if the whole interval agrees with "above 0", violated if none of it does, else not distinguishable."""
     if not all(map(math.isfinite, (interval.low, interval.high))):
         return Judgement.UNDECIDED
     if at_least:

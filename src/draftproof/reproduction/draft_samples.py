@@ -33,14 +33,10 @@ STEPS = 400  # of the training of heads
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """The positions where drafts are sampled.
+    """The positions where drafts are sampled, at temperature 1.
 
-    Attributes:
-        pair: the models.
-        dataset: of the prompts, one that ships.
-        prompts, places: number of prompts, and of positions in the target's continuation of each.
-        seed: of the target's continuations and of the drafts.
-        top_k: of the sampling, at temperature 1.
+    `places` is the number of positions in the target's continuation of each prompt. The seed is that of continuations
+    and drafts.
     """
 
     pair: PairNames
@@ -53,17 +49,11 @@ class SamplePlan:
 
 @dataclass(frozen=True)
 class DraftSamples:
-    """Drafts of LIMIT tokens, one for each position of each prompt, in the order of the prompts.
+    """Drafts of LIMIT tokens, one for each position of each prompt, in the order of the prompts."""
 
-    Attributes:
-        at_token: one row for each drafted token, with the draft model's state at that token, for acceptance heads.
-        before_token: the same with the state before the token, for verifiers.
-        prompts: number of prompts.
-    """
-
-    at_token: JudgeRows
-    before_token: JudgeRows
-    prompts: int
+    at_token: JudgeRows  # a row a drafted token, with the draft model's state at it, for acceptance heads
+    before_token: JudgeRows  # the same with the state before the token, for verifiers
+    prompts: int  # number of them
 
     @property
     def prefix_acceptance(self) -> Float[Tensor, "drafts LIMIT"]:

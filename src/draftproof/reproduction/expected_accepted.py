@@ -70,11 +70,7 @@ def chain_ccdf(
 ) -> Float[Tensor, "R n"]:
     """Pr(at least i tokens are accepted | chain) for i = 1..n in one round of a rule for single chains.
 
-    Args:
-        rule: one of CHAIN_RULES; its own acceptance probabilities are used.
-        tokens: the drafted tokens.
-        q: the rows they were drawn from.
-        p: the target's rows before each token and after the last.
+    The rule's own acceptance probabilities are used. p has the target's rows before each token and after the last.
     """
     if rule == "token":
         return log_ratios(tokens, q, p).clamp(max=0).exp().cumprod(-1)
@@ -108,17 +104,11 @@ _PLANS: dict[str, Plan] = {"spectr": _spectr, "multi_round": _multi_round}
 def trie_ccdf(
     rule: str, tokens: Int[Tensor, "B K n"], q: Float[Tensor, "B K n V"], p: Float[Tensor, "B K m V"]
 ) -> Float[Tensor, "B n"]:
-    """Pr(at least l tokens are accepted | drafts) for l = 1..n, of a rule that walks from the root down.
+    """Pr(at least l tokens are accepted | K i.i.d. chains) for l = 1..n, of a rule that walks from the root down.
 
     A draw is kept if the rule selects its token: by accepting that draw, by accepting another draw of the same token,
     or from the residual (SpecTr, Algorithm 3). The outcome at a place does not depend on later places, so the first l
     columns are also correct for drafts cut to l tokens.
-
-    Args:
-        rule: one of TRIE_RULES.
-        tokens: K i.i.d. chains a row.
-        q: the rows they were drawn from.
-        p: the target's rows before each token and after the last.
     """
     tries = Tries.from_chains(tokens)
     rows = (q.flatten(0, 2), p.flatten(0, 2))
@@ -167,12 +157,8 @@ def _selected(
 class Recorder:
     """A verifier that decodes plainly, and records for every draft the expected accepted tokens of each rule.
 
-    Args:
-        lengths: draft lengths to record, at most the length that is drafted.
-        drafts: numbers of drafts to record for rules on tries, at most the number that is drafted.
-
-    Attributes:
-        rounds: for each round, by the name of a column, the expected accepted tokens of each request.
+    Lengths and, for rules on tries, numbers of drafts are at most what is drafted. `rounds` has for each round, by the
+    name of a column, the expected accepted tokens of each request.
     """
 
     name = "recorder"

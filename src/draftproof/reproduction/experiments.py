@@ -6,11 +6,10 @@ only times differ.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.bench.cell import Cell
@@ -18,8 +17,8 @@ from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import read_questions, shipped
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import make_drafter, reads_draft
-from draftproof.errors import UserError
-from draftproof.files import whole_file
+from draftproof.errors import UserError, refuse_unknown
+from draftproof.files import remembered
 from draftproof.provenance import digest
 from draftproof.reproduction.expected_accepted import Recorder
 from draftproof.rng import fold
@@ -31,6 +30,7 @@ OPENINGS = "story-openings"  # the default data set of the recipes
 PROMPT = 96  # largest number of tokens of a prompt, because small models have short contexts
 COUNTS = ("num_tokens", "num_target_calls", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
 Row = dict[str, Any]
+Made = TypeVar("Made")
 Notify = Callable[[str], None]
 
 
@@ -59,34 +59,22 @@ SMOLLM2 = PairNames("smollm2-135m", "smollm2-135m-draft", "bfloat16")
 
 @dataclass(frozen=True)
 class ExperimentProfile:
-    """The amount of measurements.
+    """The amount of measurements."""
 
-    Attributes:
-        name: as on the command line.
-        pairs: of models; the first is compared with the paper's numbers.
-        prompts: of each run; intervals resample them.
-        seeds: runs of each prompt.
-        tokens: emitted for each prompt in a run.
-        places: positions where rules are compared on the same drafts, for each prompt and seed.
-        heavy: share of the work for models that take a hundred times as long.
-    """
-
-    name: str
-    pairs: tuple[PairNames, ...]
-    prompts: int
-    seeds: int
-    tokens: int
-    places: int
-    heavy: float = 1.0
+    name: str  # as on the command line
+    pairs: tuple[PairNames, ...]  # of models; the first is compared with the paper's numbers
+    prompts: int  # of each run; intervals resample them
+    seeds: int  # runs of each prompt
+    tokens: int  # emitted for each prompt in a run
+    places: int  # positions where rules are compared on the same drafts, for each prompt and seed
+    heavy: float = 1.0  # share of the work for models that take a hundred times as long
 
 
 @dataclass(frozen=True)
 class PlannedRun(Cell):
     """Whole runs of one composition: a cell of the benchmark on shipped prompts, in batches.
 
-    Attributes:
-        prompts, seeds: their numbers; `seed` of the cell is replaced by that of each prompt.
-        batch: requests decoded together.
+    `seed` of the cell is replaced by that of each prompt.
     """
 
     drafter: str = "model"
@@ -103,15 +91,8 @@ class PlannedRun(Cell):
 class Places:
     """Rules compared on the same drafts, at every position of the target's own text.
 
-    Attributes:
-        pair: the models.
-        lengths: draft lengths to compare.
-        drafts: numbers of drafts to compare, for rules on tries.
-        chains: chains drafted at each position, at least as many as the largest of `drafts`; rules for single drafts
-            are averaged over all of them.
-        drafter: "model" (i.i.d. chains of the draft model), or "early_exit:L" of the target itself.
-        temperature: of the sampling.
-        prompts, seeds, places: their numbers.
+    Rules for single drafts are averaged over all `chains`, at least as many as the largest of `drafts`. The drafter is
+    "model" (i.i.d. chains of the draft model), or "early_exit:L" of the target itself.
     """
 
     pair: PairNames
@@ -126,12 +107,9 @@ class Places:
 
 
 class Experiments:
-    """Makes the measurements of recipes, or reads them from the records.
+    """Makes the measurements of recipes, or reads them from the records in a folder, one file for each.
 
-    Args:
-        folder: of the records, one file for each measurement.
-        profile: the amount of measurements.
-        notify: called with a line when a measurement begins.
+    `notify` is called with a line when a measurement begins.
     """
 
     def __init__(self, folder: Path, profile: ExperimentProfile, notify: Notify = ignore) -> None:
@@ -162,50 +140,38 @@ class Experiments:
 
     # --- measuring ------------------------------------------------------------------------------------------------
 
-    def cached(self, kind: str, key: object, make: Callable[[], Any]) -> Any:
+    def cached(self, kind: str, key: object, make: Callable[[], Made]) -> Made:
         """A value from the records; measured and written first if it is not there.
 
-        Args:
-            kind: first part of the file's name.
-            key: identifies the value: values for JSON, or a dataclass of such values.
-            make: measures it.
+        `kind` is the first part of the file's name; `key` has values for JSON, or is a dataclass of such values.
         """
         described = asdict(key) if not isinstance(key, dict | list | tuple | str) else key  # type: ignore[call-overload]
         file = self.folder / f"{kind}-{digest(FORMAT, kind, described)[:16]}.json"
         if not file.exists():
             self._notify(_line(kind, described))
-            made = make()
-            with whole_file(file) as work:
-                work.write_text(json.dumps({"key": described, "rows": made}) + "\n", encoding="utf-8")
-        return json.loads(file.read_text(encoding="utf-8"))["rows"]
+        record: dict[str, Any] = remembered(file, lambda: {"key": described, "rows": make()})
+        found: Made = record["rows"]
+        return found
 
     def runs(self, run: PlannedRun) -> list[Row]:
         """A row for each prompt and seed: counts, seconds, token ids."""
-        found: list[Row] = self.cached("run", run, lambda: self._turns([run])[0])
-        return found
+        return self.cached("run", run, lambda: self._turns([run])[0])
 
     def in_turns(self, runs: Sequence[PlannedRun]) -> list[list[Row]]:
         """The rows of runs whose times are compared: measured batch by batch in turns, A B A B."""
-        found: list[list[Row]] = self.cached("turns", [asdict(run) for run in runs], lambda: self._turns(runs))
-        return found
+        return self.cached("turns", [asdict(run) for run in runs], lambda: self._turns(runs))
 
     def places(self, places: Places) -> list[Row]:
         """A row for each prompt: number of positions, and the sum of expected accepted tokens in every column."""
-        found: list[Row] = self.cached("places", places, lambda: self._places(places))
-        return found
+        return self.cached("places", places, lambda: self._places(places))
 
     def backend(self, name: str, dtype: str = "auto") -> SlotBackend:
         """A model, loaded once."""
         return self._cache.backend(name, dtype, "auto")
 
     def prompts(self, name: str, count: int, dataset: str = OPENINGS) -> list[list[int]]:
-        """Prompts of a shipped data set as token ids of a model, cut to PROMPT tokens.
-
-        Raises:
-            UserError: no such data set, or too few questions in it.
-        """
-        if dataset not in shipped():
-            raise UserError(f"data set: expected one of {', '.join(shipped())}, got {dataset!r}")
+        """Prompts of a shipped data set as token ids of a model, cut to PROMPT tokens."""
+        refuse_unknown("data set", dataset, shipped())
         texts = [question.prompt for question in read_questions(dataset, count)]
         if len(texts) < count:
             raise UserError(f"{dataset} has {len(texts)} questions: {count} are needed")

@@ -15,29 +15,17 @@ FOLDER = Path(__file__).parent / "papers"
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One table or figure of a paper.
+    """One table or figure of a paper."""
 
-    Attributes:
-        name: paper and number, as on the command line, "block-verification-table1".
-        place: in the paper.
-        title: in our words.
-        setting: the paper's models and parameters.
-        columns: names of the values in each row.
-        rows: by label, one value for each column; None if the paper gives none. Empty for a picture without numbers.
-        spreads: by label, the paper's standard deviations, if it gives them.
-        picture: whether the paper gives it only as a picture; then `claims` are those of its text.
-        claims: the paper's conclusions from it, in our words.
-    """
-
-    name: str
-    place: str
-    title: str
-    setting: str
-    columns: tuple[str, ...] = ()
-    rows: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
-    spreads: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
-    picture: bool = False
-    claims: tuple[str, ...] = ()
+    name: str  # as on the command line, "block-verification-table1"
+    place: str  # in the paper
+    title: str  # in our words
+    setting: str  # the paper's models and parameters
+    columns: tuple[str, ...] = ()  # names of the values in each row
+    rows: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)  # by label; None without a value
+    spreads: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)  # the paper's standard deviations
+    picture: bool = False  # only a picture; then the claims are those of its text
+    claims: tuple[str, ...] = ()  # the paper's conclusions, in our words
 
     def __post_init__(self) -> None:
         for part in (self.rows, self.spreads):

@@ -11,13 +11,7 @@ from draftproof.results import new_figure, save_figure
 
 
 def draw(outcome: dict[str, Any], out: Path, notify: Callable[[str], None]) -> str | None:
-    """Draw a recipe's figure into the folder; returns the file's name, or None without matplotlib.
-
-    Args:
-        outcome: with `name` and `figure`.
-        out: the folder; a picture that exists is not drawn again.
-        notify: called with a line if nothing can be drawn.
-    """
+    """Draw a recipe's figure into the folder, unless it is there; the file's name, or None without matplotlib."""
     name = f"{outcome['name']}.png"
     if (out / name).exists():
         return name

@@ -16,14 +16,7 @@ SIGNS = {"reproduced": "●", "direction only": "○", "not reproduced": "×"}
 def markdown(
     outcomes: Sequence[Json], profile: str, facts: Json, pictures: Mapping[str, str | None] | None = None
 ) -> str:
-    """The whole report.
-
-    Args:
-        outcomes: of the recipes.
-        profile: name of the profile.
-        facts: of the run, for the header.
-        pictures: file name by recipe.
-    """
+    """The whole report; `pictures` has file names by recipe."""
     lines = [
         "# The papers' tables and figures, reproduced",
         "",

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from draftproof.errors import UserError
-from draftproof.files import whole_file
-from draftproof.provenance import KEY, digest, run_facts, write_json
+from draftproof.errors import UserError, refuse_unknown
+from draftproof.files import remembered, write_json, write_text
+from draftproof.provenance import KEY, digest, run_facts
 from draftproof.reproduction.experiments import (
     FORMAT,
     SMALL,
@@ -39,41 +39,20 @@ PROFILES = {
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A recipe's outcome as it is stored in the folder."""
-
-    name: str
-    content: Json
-
-
 def profile_named(name: str) -> ExperimentProfile:
-    """A profile.
-
-    Raises:
-        UserError: an unknown name.
-    """
-    if name not in PROFILES:
-        raise UserError(f"profile: expected one of {', '.join(PROFILES)}, got {name!r}")
+    """The profile of this name."""
+    refuse_unknown("profile", name, PROFILES)
     return PROFILES[name]
 
 
-def reproduce(
-    names: Sequence[str], out: Path, profile: ExperimentProfile, *, notify: Notify = ignore
-) -> list[Finished]:
-    """Run recipes and write the report of all outcomes in the folder.
+def reproduce(names: Sequence[str], out: Path, profile: ExperimentProfile, *, notify: Notify = ignore) -> list[Json]:
+    """Run recipes (all, if none is named), and write the report of all outcomes in the folder.
 
     Args:
-        names: of recipes; none for all.
+        names: of recipes.
         out: a folder, made if it does not exist: for `reproduce.md`, `reproduce.json`, pictures and records.
         profile: the amount of measurements.
         notify: called with a line about the current work.
-
-    Returns:
-        The outcomes of these recipes.
-
-    Raises:
-        UserError: no such recipe, or a folder of another profile.
     """
     recipes, facts = chosen(names), run_facts()
     _claim_folder(out, profile)
@@ -86,39 +65,23 @@ def reproduce(
     return made
 
 
-def _identity(profile: ExperimentProfile) -> Json:
-    return {"format": FORMAT, "profile": asdict(profile)}
-
-
 def _claim_folder(out: Path, profile: ExperimentProfile) -> None:
     """Write the profile of a new folder, or check the profile of an old one."""
-    file = out / "profile.json"
-    identity = json.loads(json.dumps(_identity(profile)))
-    if file.exists():
-        if json.loads(file.read_text(encoding="utf-8")) != identity:
-            raise UserError(f"{out} holds another profile or an older version of the recipes: name another folder")
-        return
-    with whole_file(file) as work:
-        write_json(work, identity)
+    identity = json.loads(json.dumps({"format": FORMAT, "profile": asdict(profile)}))
+    if remembered(out / "profile.json", lambda: identity) != identity:
+        raise UserError(f"{out} holds another profile or an older version of the recipes: name another folder")
 
 
-def _finished(recipe: Recipe, experiments: Experiments, out: Path, facts: Json) -> Finished:
+def _finished(recipe: Recipe, experiments: Experiments, out: Path, facts: Json) -> Json:
     """A recipe's outcome from the folder, measured and written first if it is not there."""
-    file = out / "outcomes" / f"{recipe.name}.json"
-    if not file.exists():
+
+    def measure() -> Json:
         start = time.perf_counter()
         outcome = recipe.measure(experiments).to_dict()
-        content = {
-            KEY: facts,
-            "name": recipe.name,
-            "how": recipe.how,
-            "paper": asdict(recipe.paper),
-            **outcome,
-            "seconds": round(time.perf_counter() - start, 1),
-        }
-        with whole_file(file) as work:
-            write_json(work, content)
-    return Finished(recipe.name, json.loads(file.read_text(encoding="utf-8")))
+        about = {KEY: facts, "name": recipe.name, "how": recipe.how, "paper": asdict(recipe.paper)}
+        return {**about, **outcome, "seconds": round(time.perf_counter() - start, 1)}
+
+    return remembered(out / "outcomes" / f"{recipe.name}.json", measure)
 
 
 def _report(out: Path, profile: ExperimentProfile, facts: Json, notify: Notify) -> None:
@@ -129,11 +92,9 @@ def _report(out: Path, profile: ExperimentProfile, facts: Json, notify: Notify) 
         if (file := out / "outcomes" / f"{recipe.name}.json").exists()
     ]
     pictures = {each["name"]: draw(each, out, notify) for each in found if each["figure"]}
-    with whole_file(out / f"{REPORT}.json") as work:
-        content = {KEY: facts, "profile": asdict(profile), "tables": without_times(found), "recipes": found}
-        write_json(work, content)
-    with whole_file(out / f"{REPORT}.md") as work:
-        work.write_text(markdown(found, profile.name, facts, pictures), encoding="utf-8")
+    content = {KEY: facts, "profile": asdict(profile), "tables": without_times(found), "recipes": found}
+    write_json(out / f"{REPORT}.json", content)
+    write_text(out / f"{REPORT}.md", markdown(found, profile.name, facts, pictures))
 
 
 def without_times(outcomes: Sequence[Json]) -> str:

@@ -43,19 +43,12 @@ ASSUMED = AcceptanceRates()
 
 @dataclass(frozen=True)
 class Plan:
-    """What the requests of a round shall draft.
+    """What the requests of a round shall draft."""
 
-    Attributes:
-        length: tokens of each draft; 0 for a plain round.
-        drafts: number of drafts of each request.
-        speed: expected speed relative to plain decoding.
-        needed: whether the round is made for what it shows, and not for its speed.
-    """
-
-    length: int = 0
-    drafts: int = 1
-    speed: float = 1.0
-    needed: bool = False
+    length: int = 0  # tokens of each draft; 0 for a plain round
+    drafts: int = 1  # number of drafts of each request
+    speed: float = 1.0  # expected speed relative to plain decoding
+    needed: bool = False  # whether the round is made for what it shows, and not for its speed
 
 
 class Auto(StopperBase):
@@ -73,9 +66,6 @@ class Auto(StopperBase):
         assumed: acceptance rates of a request before its first draft.
         catches_up: whether the draft model has a cache of its own, and must first read what others have drafted.
         most: drafted tokens of a round, over all its requests.
-
-    Raises:
-        UserError: the limit is out of range.
 
     Source: Leviathan et al. 2023, section 3.5, for the best length under i.i.d. acceptance; here there are two rates,
     estimated while decoding.

@@ -75,81 +75,61 @@ class Stopper(Protocol):
     @property
     def name(self) -> str:
         """The stopper's name in Python, on the command line and in reports."""
-        ...
 
     @property
     def limit(self) -> int:
         """Length of the longest chain that it allows."""
-        ...
 
     @property
     def constant(self) -> bool:
         """Whether every chain has length `limit`, which some rules need."""
-        ...
 
     @property
     def hidden_size(self) -> int:
         """Width of the hidden states that it reads from DraftStep; 0 when it reads none."""
-        ...
 
     @property
     def reads_logits(self) -> bool:
         """Whether it reads DraftStep.logits."""
-        ...
 
     @property
     def reads_predictions(self) -> bool:
         """Whether its signals are the draft model's predictions of acceptance, so that it is asked before a draw."""
-        ...
 
     @property
     def timed(self) -> bool:
         """Whether its decisions depend on the time of earlier rounds."""
-        ...
 
     def begin(self, rows: Sequence[int], most: int = 1) -> None:
         """Called before each round, with the rows that draft in it and the largest number of drafts for each row."""
-        ...
 
     def length(self, row: int) -> int:
         """Largest number of tokens that the row may draft this round, 0 to `limit`."""
-        ...
 
     def drafts(self, row: int, most: int) -> int:
         """Number of drafts for the row this round, 1 to `most`; called by drafters that make several drafts."""
-        ...
 
     def signal(self, step: DraftStep) -> Float[Tensor, " drawn"] | None:
         """One number for each drawn token, on the token's device; None when only `length` ends chains."""
-        ...
 
     def stop_after(self, signals: Sequence[float], row: int) -> bool:
         """Whether the chain ends with its newest token, given the signals of all its tokens so far.
 
         Where it `reads_predictions`, the last signal is that of the next token, which is not drawn yet.
         """
-        ...
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
         """Called after each round with the depth of the row's draft (a chain's length) and the accepted tokens."""
-        ...
 
     def spent(self, time: RoundTime) -> None:
         """Called after each round, after `observe`, with the time that it took."""
-        ...
 
     def release(self, row: int) -> None:
         """Called when the row's request has ended; unknown rows are ignored."""
-        ...
 
 
 class StopperBase:
-    """A stopper that always allows `limit` tokens, reads no hidden states, has no signal and learns nothing.
-
-    Args:
-        name: the stopper's name.
-        limit: length of the longest chain.
-    """
+    """A stopper that always allows `limit` tokens, reads no hidden states, has no signal and learns nothing."""
 
     constant = False
     hidden_size = 0

@@ -27,16 +27,10 @@ CLASSES = 8  # of rows, by their largest probability
 
 
 class DraftBudget:
-    """The drafted tokens that the requests of a round may have together.
+    """The drafted tokens (at most `most`; None: no bound) that the requests of a round may have together.
 
     How often a token was accepted is counted for each class of rows, by the largest probability of the draft model's
     own distribution (at temperature 1, before any transform), and for each request.
-
-    Args:
-        most: drafted tokens of a round; None for no bound.
-
-    Raises:
-        UserError: fewer than one token.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -138,10 +132,8 @@ UNLIMITED = DraftBudget()
 def likeliest(chances: Sequence[Sequence[float]], most: int) -> list[int]:
     """How many tokens of each chain are among the `most` likeliest of all.
 
-    Args:
-        chances: for each chain the probability that its next token, the one after it, ... is reached and accepted; a
-            later one is not likelier.
-        most: tokens for all chains.
+    `chances` has for each chain the probabilities that its next token, the one after it, ... is reached and accepted; a
+    later one is not likelier.
     """
     places = [(-chance, place, chain) for chain, own in enumerate(chances) for place, chance in enumerate(own)]
     sizes = [0] * len(chances)

@@ -172,10 +172,8 @@ class Allowance:
 class PassCosts:
     """What the rest of a round with a draft takes, in plain rounds of the same number of requests.
 
-    Several drafters may share it: the target's pass does not depend on who drafted.
-
-    Args:
-        token: assumed cost of one more drafted token.
+    Several drafters may share it: the target's pass does not depend on who drafted. `token` is the assumed cost of one
+    more drafted token.
     """
 
     def __init__(self, token: float = UNKNOWN.token) -> None:
@@ -266,12 +264,9 @@ class PassCosts:
 
 @dataclass
 class LearnedCosts:
-    """Costs of rounds with one drafter, in plain rounds; learned from their times.
+    """Costs of rounds with one drafter, in plain rounds: those `assumed`, until the times of rounds teach others.
 
-    Attributes:
-        assumed: before anything is known; `target` is 1.
-        passes: costs of the target's pass, which several drafters may share.
-        shared: whether the requests of a round share its costs; they do.
+    Several drafters may share `passes`, the costs of the target's pass.
     """
 
     shared: ClassVar[bool] = True
@@ -320,13 +315,7 @@ class LearnedCosts:
         return self._drafting[size]
 
     def learn(self, time: RoundTime, drafts: int = 1, *, drafting: bool = True) -> None:
-        """Add a round.
-
-        Args:
-            time: of the round.
-            drafts: number of drafts of a request.
-            drafting: whether the time of drafting counts; not where a draft model first had to read other tokens.
-        """
+        """Add a round; `drafting` is false where a draft model first had to read other tokens."""
         if time.depth and drafting and time.rest > 0:
             line = self._line(size_class(time.rows))
             if drafts == 1:
@@ -340,12 +329,8 @@ class LearnedCosts:
     def settle(self, time: RoundTime, accepted: Mean, *, caught_up: bool = False) -> None:
         """Count what a round gained over plain decoding; the first drafts count when more is known of costs.
 
-        Rounds of many requests cost more and show more, so fewer of them wait to be counted.
-
-        Args:
-            time: of the round.
-            accepted: accepted tokens of a request, the mean over all.
-            caught_up: whether the draft model first had to read other tokens.
+        Rounds of many requests cost more and show more, so fewer of them wait to be counted. `accepted` is the mean
+        over the requests; `caught_up`, whether the draft model first had to read other tokens.
         """
         if not time.depth:
             self.passes.allowance.settle(0.0, time.rows)

@@ -9,14 +9,7 @@ MAX_LENGTH = 64
 
 
 class FixedLength(StopperBase):
-    """Drafts exactly `length` tokens in every round.
-
-    Args:
-        length: 1 to 64.
-
-    Raises:
-        UserError: the length is out of range.
-    """
+    """Drafts exactly `length` tokens, 1 to 64, in every round."""
 
     constant = True
 

@@ -14,13 +14,6 @@ class Schedule(StopperBase):
 
     Every request has its own length, so its answer is the same alone and in any batch.
 
-    Args:
-        length: length in the first round, 1 to `limit`.
-        limit: length of the longest chain.
-
-    Raises:
-        UserError: a length is out of range.
-
     Source: the heuristic schedule of transformers' assisted generation (constants +2 and -1).
     """
 

@@ -32,33 +32,23 @@ def own_probs(step: DraftStep) -> Float[Tensor, "drawn width"]:
     return step.logits.float().softmax(-1)
 
 
-def check_threshold(name: str, threshold: float) -> None:
-    """Refuse thresholds outside (0, 1).
+class ThresholdStopper(StopperBase):
+    """A stopper with a threshold between 0 and 1, which its name shows."""
 
-    Raises:
-        UserError: naming the stopper and the value.
-    """
-    if not 0 < threshold < 1:
-        raise UserError(f"stopper {name}: expected 0 < threshold < 1, got {threshold:g}")
+    def __init__(self, name: str, threshold: float, limit: int) -> None:
+        if not 0 < threshold < 1:
+            raise UserError(f"stopper {name}: expected 0 < threshold < 1, got {threshold:g}")
+        super().__init__(f"{name}:{threshold:g}", limit)
+        self.threshold = threshold
 
 
-class Confidence(StopperBase):
-    """Stops after a token for which the draft model's largest probability was below a threshold.
-
-    Args:
-        threshold: the threshold, between 0 and 1.
-        limit: length of the longest chain.
-
-    Raises:
-        UserError: the threshold is out of range.
-    """
+class Confidence(ThresholdStopper):
+    """Stops after a token for which the draft model's largest probability was below a threshold."""
 
     reads_logits = True
 
     def __init__(self, threshold: float = 0.4, limit: int = DEFAULT_LIMIT) -> None:
-        check_threshold("confidence", threshold)
-        super().__init__(f"confidence:{threshold:g}", limit)
-        self._threshold = threshold
+        super().__init__("confidence", threshold, limit)
 
     def signal(self, step: DraftStep) -> Float[Tensor, " drawn"]:
         """The largest probability of each row."""
@@ -66,35 +56,26 @@ class Confidence(StopperBase):
 
     def stop_after(self, signals: Sequence[float], row: int) -> bool:  # noqa: ARG002
         """Whether the largest probability of the newest row is below the threshold."""
-        return signals[-1] < self._threshold
+        return signals[-1] < self.threshold
 
 
-class Predicted(StopperBase):
+class Predicted(ThresholdStopper):
     """Stops before a token with which the draft head's own prediction that all are accepted is below a threshold.
 
     A head predicts each acceptance before the token is drawn, from the tokens before it (DSpark's confidence).
-
-    Args:
-        threshold: the threshold, between 0 and 1.
-        limit: length of the longest chain.
-
-    Raises:
-        UserError: the threshold is out of range.
     """
 
     reads_predictions = True
 
     def __init__(self, threshold: float = 0.3, limit: int = DEFAULT_LIMIT) -> None:
-        check_threshold("predicted", threshold)
-        super().__init__(f"predicted:{threshold:g}", limit)
-        self._threshold = threshold
+        super().__init__("predicted", threshold, limit)
 
     def stop_after(self, signals: Sequence[float], row: int) -> bool:  # noqa: ARG002
         """Whether the product of all predictions, the next token's included, is below the threshold."""
-        return math.prod(signals) < self._threshold
+        return math.prod(signals) < self.threshold
 
 
-class Entropy(StopperBase):
+class Entropy(ThresholdStopper):
     """AdaEDL: stops when 1 - sqrt(gamma H), a lower bound on the acceptance probability, is below a moving threshold.
 
     H is the entropy of the draft model's distribution. The threshold follows the acceptance rate: it rises while the
@@ -107,9 +88,6 @@ class Entropy(StopperBase):
         gamma: factor of the entropy in nats.
         goal: acceptance rate that the threshold is adapted to.
 
-    Raises:
-        UserError: the threshold is out of range.
-
     Source: Agrawal et al. 2024 (AdaEDL, arXiv 2410.18351).
     """
 
@@ -121,8 +99,7 @@ class Entropy(StopperBase):
     def __init__(
         self, threshold: float = 0.4, limit: int = DEFAULT_LIMIT, *, gamma: float = 0.2, goal: float = 0.9
     ) -> None:
-        check_threshold("entropy", threshold)
-        super().__init__(f"entropy:{threshold:g}", limit)
+        super().__init__("entropy", threshold, limit)
         self._gamma = gamma
         self._goal = goal
         self._start = (threshold, goal)

@@ -17,16 +17,11 @@ FORGET_IDLE = (24, 192)  # rounds without a draft after which a request's own ra
 
 @dataclass
 class RateCounts:
-    """Counts of accepted and rejected tokens; older rounds count less.
+    """Counts of accepted and rejected tokens; older rounds count less."""
 
-    Attributes:
-        first, later: accepted and rejected, for the first token and for tokens after an accepted one.
-        unused: number of rounds of the request since these counts changed.
-    """
-
-    first: list[float]
-    later: list[float]
-    unused: int = 0
+    first: list[float]  # accepted and rejected first tokens
+    later: list[float]  # the same of tokens after an accepted one
+    unused: int = 0  # rounds of the request since these counts changed
     _rates: tuple[float, float] | None = None  # of these counts, once they were asked for
 
     @classmethod
@@ -51,11 +46,7 @@ class RateCounts:
 
 
 class SharedRates:
-    """Rates of all requests together, by kind of draft: what a new request may expect.
-
-    Args:
-        assumed: rates of kinds of draft, before anything is known.
-    """
+    """Rates of all requests together, by kind of draft: what a new request may expect; `assumed` before that."""
 
     def __init__(self, assumed: dict[int, AcceptanceRates] | None = None) -> None:
         self.assumed = assumed or {}
@@ -97,23 +88,14 @@ class SharedRates:
 
 @dataclass
 class RequestRates:
-    """The acceptance counts of a request for each kind of draft, and when it last drafted.
+    """The acceptance counts of a request for each kind of draft, and when it last drafted."""
 
-    Attributes:
-        shared: rates of all requests together; None where each request stands alone.
-        assumed: rates before the first draft, where `shared` knows nothing.
-        counts: by kind of draft.
-        idle: rounds since the last draft.
-        patience: factor of the pause before the next probe.
-        memory: rounds without a draft until the counts are forgotten.
-    """
-
-    shared: SharedRates | None = None
-    assumed: AcceptanceRates = field(default_factory=AcceptanceRates)
-    counts: dict[int, RateCounts] = field(default_factory=dict)
-    idle: int = 0
-    patience: int = 1
-    memory: int = FORGET_IDLE[0]
+    shared: SharedRates | None = None  # of all requests together; None where each stands alone
+    assumed: AcceptanceRates = field(default_factory=AcceptanceRates)  # before the first draft
+    counts: dict[int, RateCounts] = field(default_factory=dict)  # by kind of draft
+    idle: int = 0  # rounds since the last draft
+    patience: int = 1  # factor of the pause before the next probe
+    memory: int = FORGET_IDLE[0]  # rounds without a draft until the counts are forgotten
     _expected: dict[int, tuple[float, float]] = field(default_factory=dict)  # by kind, since the last change
     _version: int = -1  # of the shared rates that these are for
 

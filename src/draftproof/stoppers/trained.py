@@ -13,22 +13,15 @@ from torch.nn.functional import logsigmoid
 from draftproof.draft import DraftStep
 from draftproof.errors import UserError
 from draftproof.heads import Head
-from draftproof.stoppers.base import StopperBase
-from draftproof.stoppers.probability import check_threshold, probs_of
+from draftproof.stoppers.probability import ThresholdStopper, probs_of
 
 LIMIT = 20  # SpecDec++, arXiv 2405.19715, section 4.1
 
 
-class _HeadStopper(StopperBase):
-    """The common part of these stoppers: a head of one kind, on the device of the hidden states.
+class _HeadStopper(ThresholdStopper):
+    """The common part of these stoppers: a head of the class's kind, on the device of the hidden states.
 
-    Args:
-        head: a head of the class's `kind`.
-        threshold: the threshold; None for the head's own.
-        limit: length of the longest chain.
-
-    Raises:
-        UserError: the head is of another kind, or the threshold is out of range.
+    The threshold is between 0 and 1; None takes the head's own.
     """
 
     kind: str
@@ -41,9 +34,7 @@ class _HeadStopper(StopperBase):
                 f"stopper {self.stopper} was given a head of kind {config.kind} (trained on {config.draft}): it takes "
                 f"a head of kind {self.kind}"
             )
-        self.threshold = config.threshold if threshold is None else threshold
-        check_threshold(self.stopper, self.threshold)
-        super().__init__(f"{self.stopper}:{self.threshold:g}", limit)
+        super().__init__(self.stopper, config.threshold if threshold is None else threshold, limit)
         self.head = head
         self.hidden_size = config.hidden_size
         self.trained_on = config.draft
@@ -55,18 +46,10 @@ class _HeadStopper(StopperBase):
 
 
 class Acceptance(_HeadStopper):
-    """SpecDec++: stops when the predicted probability that some drafted token is rejected exceeds a threshold.
+    """SpecDec++: stops when the predicted probability that some drafted token is rejected exceeds the threshold h.
 
     There is no prediction for the newest token yet, because its hidden state is computed only when the model reads the
     token. So the newest token is always verified, as in the published algorithm.
-
-    Args:
-        head: a head of kind acceptance.
-        threshold: h, between 0 and 1; None for the head's own.
-        limit: length of the longest chain, by default the paper's 20.
-
-    Raises:
-        UserError: the head is of another kind, or the threshold is out of range.
 
     Source: SpecDec++, arXiv 2405.19715, Algorithm 2.
     """
@@ -84,17 +67,9 @@ class Acceptance(_HeadStopper):
 
 
 class Ratio(_HeadStopper):
-    """SpecDec++ for block verification: stops when the predicted running probability P of the block rule is small.
+    """SpecDec++ for block verification: stops when 1 - P > h, P being the predicted running probability of the rule.
 
     P_i = min(1, P_{i-1} p/q) can rise again after an unlikely token; a product of acceptance probabilities cannot.
-
-    Args:
-        head: a head of kind log_ratio.
-        threshold: h, between 0 and 1: the chain stops when 1 - P > h; None for the head's own.
-        limit: length of the longest chain.
-
-    Raises:
-        UserError: the head is of another kind, or the threshold is out of range.
 
     Source: P is from Block Verification, arXiv 2403.10444, Algorithm 2; the policy from SpecDec++, arXiv 2405.19715.
     """
@@ -115,19 +90,10 @@ class Ratio(_HeadStopper):
 
 
 class Approximate(_HeadStopper):
-    """SPRINTER: stops at the first token that the small verifier rejects.
+    """SPRINTER: stops at the first token that the small verifier rejects, as its probability is not above tau.
 
     With the rule `last_token`, all tokens before that one are emitted without a test by the target, which is lossy.
     With a lossless rule this is a stopper like the others.
-
-    Args:
-        head: a head of kind verifier.
-        threshold: tau, between 0 and 1: the verifier passes a token whose probability is above tau; None for the
-            head's own.
-        limit: length of the longest chain.
-
-    Raises:
-        UserError: the head is of another kind, or the threshold is out of range.
 
     Source: SPRINTER, arXiv 2502.04557, Algorithm 1.
     """

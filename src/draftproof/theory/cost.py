@@ -16,12 +16,7 @@ from draftproof.theory.lengths import iid_block_efficiency
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Seconds of one forward pass.
-
-    Attributes:
-        draft: one pass of the draft model.
-        target: one pass of the target model.
-    """
+    """Seconds of one forward pass of the draft model and of the target."""
 
     draft: float
     target: float
@@ -124,10 +119,7 @@ def time_per_token(costs: PassCosts, drafted: int, block_efficiency: float) -> f
 def best_length(costs: PassCosts, block_efficiency: Callable[[int], float], longest: int = 64) -> int:
     """The constant draft length, 0 to `longest`, with the least time per token; the shortest of equals.
 
-    Args:
-        costs: seconds of the two passes.
-        block_efficiency: tokens emitted per round, as a function of the draft length.
-        longest: the largest length to consider.
+    `block_efficiency` gives the tokens emitted per round for a draft length.
     """
     return min(range(longest + 1), key=lambda n: time_per_token(costs, n, block_efficiency(n)))
 

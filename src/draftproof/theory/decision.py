@@ -283,10 +283,7 @@ class Values:
 
 
 class Rates(NamedTuple):
-    """Discarded tokens and target calls, each divided by the number of emitted tokens.
-
-    Source: SpecDec++, arXiv 2405.19715, section 2.
-    """
+    """Discarded tokens and target calls, each divided by the number of emitted tokens (SpecDec++, section 2)."""
 
     discard: float
     verification: float
@@ -384,13 +381,7 @@ def settled_stops(values: Values) -> list[Choice]:
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of one recorded run.
-
-    Attributes:
-        emitted: number of tokens of the record.
-        drafted: number of candidates drawn.
-        target_calls: number of forward passes of the target.
-    """
+    """Counts of one recorded run: tokens emitted, candidates drawn, forward passes of the target."""
 
     emitted: int
     drafted: int

@@ -130,12 +130,9 @@ def _sums(machine: Machine, model: Model, read: int, devices: int) -> float:
 
 @dataclass(frozen=True)
 class Speculation:
-    """How drafts are made, and how often they are right.
+    """How drafts are made, and how often a drafted token is accepted after accepted ones (`rate`).
 
-    Attributes:
-        draft: the model that drafts; None where drafting costs nothing (lookups).
-        rate: how often a drafted token is accepted after accepted ones.
-        longest: the longest draft.
+    Without a draft model drafting costs nothing (lookups). `longest` is the longest draft.
     """
 
     draft: Model | None
@@ -187,9 +184,7 @@ class Setting:
     def capacity(self, draft: Model | None = None, *, spare: float = 0.1) -> int:
         """Requests whose keys and values fit the memory beside the weights.
 
-        Args:
-            draft: a draft model that is there too, on each device at worst.
-            spare: share of the memory that is left for everything else.
+        A draft model is there too, on each device at worst; the share `spare` is left for everything else.
         """
         own = (1 - spare) * self.machine.memory * self.devices - self.model.size
         each = self.context * self.model.cached * self.model.number
@@ -202,10 +197,7 @@ class Setting:
 def turned_off_at(gains: Callable[[int], float], most: int = 4096, least: float = GAIN) -> int | None:
     """The smallest number of requests from which on speculation gains less than `least`; None if it pays up to `most`.
 
-    Args:
-        gains: speed with speculation relative to plain decoding, for a number of requests; falling from some number on.
-        most: the largest number that is looked at.
-        least: the gain that is worth it.
+    `gains` is the speed relative to plain decoding for a number of requests, falling from some number on.
     """
     if gains(most) >= least:
         return None
@@ -242,11 +234,7 @@ class Cluster:
     length: int
 
     def price(self, hour: float) -> float:
-        """Price of a million tokens.
-
-        Args:
-            hour: price of a device for an hour.
-        """
+        """Price of a million tokens, from that of a device for an hour."""
         return hour * self.replicas * self.devices / 3600 / self.speed * 1e6
 
 

@@ -15,21 +15,13 @@ from draftproof.rng import fold
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Texts one after another, with the end token before each text and after the last one.
-
-    Attributes:
-        ids: the tokens.
-        starts: for each text the position of the end token before it.
-    """
+    """Texts one after another (`ids`), with the end token before each text (at `starts`) and after the last one."""
 
     ids: Int[Tensor, " tokens"]
     starts: Int[Tensor, " texts"]
 
     def window(self, length: int, generator: torch.Generator) -> Int[Tensor, " length"]:
-        """Tokens from a random position, or from the beginning of its text if that is less than a window away.
-
-        So a text that is shorter than a window is read from its beginning, as when a model writes a text.
-        """
+        """Tokens from a random position, or from the beginning of its text if that is less than a window away."""
         place = int(torch.randint(len(self.ids) - length + 1, (1,), generator=generator))
         start = int(self.starts[int(torch.searchsorted(self.starts, place, right=True)) - 1])
         if place - start < length:
@@ -38,16 +30,7 @@ class Stream:
 
 
 def stream(rows: Sequence[Sequence[int]], end: int, *, length: int) -> Stream:
-    """The stream of some texts.
-
-    Args:
-        rows: token ids of the texts, without end tokens.
-        end: the end token.
-        length: length of the windows that will be cut from the stream.
-
-    Raises:
-        UserError: the texts have fewer tokens than one window.
-    """
+    """The stream of texts, given without end tokens, from which windows of `length` tokens will be cut."""
     flat: list[int] = []
     starts = []
     for row in rows:
@@ -61,16 +44,10 @@ def stream(rows: Sequence[Sequence[int]], end: int, *, length: int) -> Stream:
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """The batch of each step, a pure function of (seed, step).
+    """The batch of each step, a pure function of (seed, step): `rows` windows of `length` tokens.
 
-    Attributes:
-        main: the text to learn.
-        background: other text in the same language. Its share falls linearly from twice `share` to 0; where `share` is
-            above one half, it falls from 1 to 2 `share` - 1.
-        share: share of the background over all steps.
-        rows, length: number of windows in a batch, and of tokens in a window.
-        steps: number of steps of the run.
-        seed: seed of every random choice.
+    The share of `background`, other text in the same language, falls linearly from twice `share` to 0 over `steps`;
+    where `share` is above one half, it falls from 1 to 2 `share` - 1.
     """
 
     main: Stream
@@ -97,14 +74,8 @@ def held_out(
 ) -> tuple[Int[Tensor, "windows length"], int]:
     """Complete texts one after another, in windows that overlap by one token, so that each token is predicted once.
 
-    Args:
-        rows: token ids of the texts, without end tokens.
-        end: the end token.
-        length: number of tokens in a window; the last window is padded with -1.
-        tokens: texts are taken until there are this many tokens.
-
-    Returns:
-        the windows, and the number of texts in them.
+    Texts, given without end tokens, are taken until there are `tokens` tokens. The last window is padded with -1.
+    Returns the windows and the number of texts in them.
     """
     flat: list[int] = []
     taken = 0

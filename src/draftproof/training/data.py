@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftproof.errors import UserError, reason
+from draftproof.errors import UserError, reason, refuse_unknown
 from draftproof.files import home, whole_file
 from draftproof.provenance import digest
 
@@ -36,14 +36,7 @@ class Example:
 
 @dataclass(frozen=True)
 class DataFile:
-    """A data file, as a provenance file describes it.
-
-    Attributes:
-        name: name of the file without folders.
-        sha256: hash of its bytes.
-        size: number of its bytes.
-        texts: number of its texts.
-    """
+    """A data file as a provenance file describes it: its name without folders, the hash and number of its bytes."""
 
     name: str
     sha256: str
@@ -93,12 +86,8 @@ def read_examples(
         files: .txt (texts in one of FORMS) or .jsonl (one of KEYS in each object), also compressed (.gz, .xz).
         form: how texts are separated in a .txt file.
         opening: number of sentences of a text that are its prompt, 0 for all; None is 1 for .txt and 0 for .jsonl.
-
-    Raises:
-        UserError: a file that cannot be read or has no text; the message names the file, and the line in .jsonl.
     """
-    if form not in FORMS:
-        raise UserError(f"form: expected one of {', '.join(FORMS)}, got {form!r}")
+    refuse_unknown("form", form, FORMS)
     found: dict[Example, None] = {}
     sources = []
     for file in map(Path, files):
@@ -115,11 +104,7 @@ def read_examples(
 
 
 def read_text(file: Path) -> tuple[bytes, str]:
-    """The bytes of a file and its text, unpacked.
-
-    Raises:
-        UserError: it cannot be read or unpacked, or it is not UTF-8.
-    """
+    """The bytes of a file and its text, unpacked."""
     try:
         raw = file.read_bytes()
     except OSError as cause:
@@ -145,11 +130,7 @@ def _texts(file: Path, text: str, form: str) -> tuple[list[str], int]:
 
 
 def parse_json(row: str, where: str) -> Any:
-    """The value of one line of JSON.
-
-    Raises:
-        UserError: it is none, with its place.
-    """
+    """The value of one line of JSON."""
     try:
         return json.loads(row)
     except (ValueError, RecursionError) as cause:
@@ -183,14 +164,8 @@ def _opening(text: str, sentences: int) -> str:
 def split(examples: Sequence[Example], limit: int | None = None) -> dict[str, list[Example]]:
     """Split examples into train, valid and test in the proportion 8 : 1 : 1, by the hash of each text alone.
 
-    So a text is always in the same part, in any file and among any other texts.
-
-    Args:
-        examples: the examples to split.
-        limit: number of examples to use in total; the first of each part by hash.
-
-    Raises:
-        UserError: there are too few examples: a part is empty.
+    So a text is always in the same part, in any file and among any other texts. `limit` is a number of examples in
+    total: the first of each part by hash.
     """
 
     def key(example: Example) -> tuple[bytes, str]:
@@ -209,14 +184,7 @@ def split(examples: Sequence[Example], limit: int | None = None) -> dict[str, li
 
 
 def tokenize(texts: Sequence[str], tokenizer: Any, *, cache: Path, key: str) -> list[list[int]]:
-    """Token ids of texts, from the cache if they are in it.
-
-    Args:
-        texts: the texts.
-        tokenizer: the target's tokenizer.
-        cache: folder of the cache.
-        key: identifies the tokenizer (the target's fingerprint).
-    """
+    """Token ids of texts, cached; `key` identifies the tokenizer (the target's fingerprint)."""
     file = cache / "tokens" / f"{digest(key, list(texts))[:24]}.safetensors"
     if not file.exists():
         rows = [[int(token) for token in tokenizer(text)["input_ids"]] for text in texts]

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+_AT_ONCE = 16  # windows in a forward pass
 Distance = Callable[[Float[Tensor, "*rows vocab"], Float[Tensor, "*rows vocab"]], Float[Tensor, "*rows"]]
 
 
@@ -33,13 +34,7 @@ LOSSES: dict[str, Distance] = {"kl": forward_kl, "reverse_kl": reverse_kl, "tv":
 
 
 def logits_of(model: Any, ids: Int[Tensor, "rows length"], *, low: bool) -> Float[Tensor, "rows length vocab"]:
-    """Logits in float32.
-
-    Args:
-        model: a causal language model of transformers.
-        ids: windows of tokens.
-        low: multiply in bfloat16; the weights do not change.
-    """
+    """Logits in float32 of a model of transformers; `low` multiplies in bfloat16, and the weights do not change."""
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=low):
         made: Tensor = model(input_ids=ids, use_cache=False).logits
     return made.float()
@@ -52,47 +47,29 @@ def text_loss(model: nn.Module, windows: Int[Tensor, "rows length"], *, low: boo
 
 
 @torch.no_grad()
-def nats(model: nn.Module, windows: Int[Tensor, "rows length"], *, at_once: int = 16) -> tuple[float, int]:
-    """Sum of the cross-entropies of windows in nats, and the number of predicted tokens; -1 is padding."""
-    total, count = 0.0, 0
-    for part in torch.split(windows, at_once):
-        logits = logits_of(model, part[:, :-1].clamp(min=0), low=False)
-        labels = part[:, 1:].flatten()
-        total += float(cross_entropy(logits.flatten(0, 1), labels, ignore_index=-1, reduction="sum"))
-        count += int((labels >= 0).sum())
-    return total, count
-
-
 def bits_per_byte(model: nn.Module, windows: Int[Tensor, "rows length"], size: int) -> float:
-    """Bits that the model needs for one byte of text.
-
-    Args:
-        model: a causal language model.
-        windows: the tokens of complete texts, see `corpus.held_out`; the end tokens count.
-        size: number of bytes of the texts.
-    """
-    return nats(model, windows)[0] / math.log(2) / size
+    """Bits that the model needs for a byte of complete texts (`corpus.held_out`) of `size` bytes; end tokens count."""
+    nats = 0.0
+    for part in torch.split(windows, _AT_ONCE):
+        logits, labels = logits_of(model, part[:, :-1].clamp(min=0), low=False), part[:, 1:].flatten()
+        nats += float(cross_entropy(logits.flatten(0, 1), labels, ignore_index=-1, reduction="sum"))
+    return nats / math.log(2) / size
 
 
 @torch.no_grad()
 def agreement(
-    target: nn.Module, draft: nn.Module, windows: Int[Tensor, "rows length"], *, skip: int = 0, at_once: int = 16
+    target: nn.Module, draft: nn.Module, windows: Int[Tensor, "rows length"], *, skip: int = 0
 ) -> dict[str, float]:
-    """Agreement of a draft with a target at temperature 1, over the positions of windows.
+    """Agreement of a draft with a target at temperature 1, over the positions of windows, where -1 is padding.
 
-    Args:
-        target: a causal language model.
-        draft: another one with the same vocabulary.
-        windows: windows of tokens; -1 is padding.
-        skip: number of tokens at the beginning of each window that are not predicted.
-        at_once: number of windows in a forward pass.
+    The first `skip` tokens of each window are not predicted.
 
     Returns:
         "acceptance": the mean of sum min(p, q), the probability that a drafted token is accepted; "top_agreement": how
         often both models have the same most likely token.
     """
     total, top, count = 0.0, 0, 0
-    for part in torch.split(windows, at_once):
+    for part in torch.split(windows, _AT_ONCE):
         ids, there = part[:, :-1].clamp(min=0), part[:, 1:] >= 0
         there[:, : max(skip - 1, 0)] = False
         p, q = (logits_of(model, ids, low=False)[there].softmax(-1) for model in (target, draft))

@@ -34,15 +34,7 @@ from draftproof.training.tokenizer import train_tokenizer
 
 
 class DrafterRun:
-    """One run of a job: its texts, tokenizer and models.
-
-    Args:
-        job: the options.
-        watch: shows progress.
-
-    Raises:
-        UserError: files or models that cannot be used, or that do not fit together.
-    """
+    """One run of a job: its texts, tokenizer and models."""
 
     def __init__(self, job: DrafterJob, watch: Watch = silent) -> None:
         self.job = job
@@ -139,11 +131,7 @@ class DrafterRun:
         return int(len(self.tokenizer) if self.target is None else self.target.config.vocab_size)
 
     def model(self) -> Any:
-        """The initial model, or an untrained one that depends on the seed only.
-
-        Raises:
-            UserError: the initial model has another vocabulary than the target.
-        """
+        """The initial model, or an untrained one that depends on the seed only."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         if self.job.init is not None:

@@ -14,9 +14,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from draftproof.backends.loading.by_name import load_backend, load_model
-from draftproof.files import whole_directory
+from draftproof.files import whole_directory, write_json
 from draftproof.progress import Watch, silent
-from draftproof.provenance import FILE, fingerprint, model_name, provenance, write_json
+from draftproof.provenance import FILE, fingerprint, model_name, provenance
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.training import distil
@@ -31,14 +31,7 @@ LENGTHS = (4, 8)  # numbers of drafted tokens for which the block efficiency is 
 
 
 def make_drafter(job: DrafterJob, watch: Watch = silent) -> dict[str, Any]:
-    """Train a model, write its directory, and evaluate the written model on texts that were not used in training.
-
-    Returns:
-        the main figures of the model, as in its provenance.
-
-    Raises:
-        UserError: files or models that cannot be used, or that do not fit together.
-    """
+    """Train a model, write its directory, and return the figures of the written model on texts not used in training."""
     run = DrafterRun(job, watch)
     model, history = run.train()
     with whole_directory(job.out) as folder:
@@ -60,11 +53,9 @@ def store(model: Any, tokenizer: Any, folder: Path, dtype: str) -> None:
 
 
 def evaluate(run: DrafterRun, folder: Path) -> dict[str, Any]:
-    """Figures of the model in a directory, on the test part of the texts.
+    """Bits per byte of the model in a directory, on the test part of the texts.
 
-    Returns:
-        bits per byte; for a draft model also the target's bits per byte, the acceptance on text and on the target's own
-        samples, and the block efficiencies.
+    For a draft model also the target's, the acceptance on text and on the target's own samples, and block efficiencies.
     """
     windows, size = run.held_out("test")
     found: dict[str, Any] = {"test_bytes": size}

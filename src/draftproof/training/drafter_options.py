@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from draftproof.errors import UserError, reason, refuse_below_one
+from draftproof.errors import UserError, reason, refuse_below_one, refuse_unknown
 from draftproof.files import refuse_existing
 from draftproof.training.distil import LOSSES
 from draftproof.training.loop import TrainingPlan
@@ -31,9 +31,6 @@ class Shape:
         positions: length of the longest sequence, in tokens.
         vocabulary: number of tokens of the tokenizer that is trained with the model; not used with a target to imitate,
             whose tokenizer is used.
-
-    Raises:
-        UserError: a number is out of range.
     """
 
     layers: int = 2
@@ -78,9 +75,6 @@ class Texts:
         background_form: how texts are separated in the background files.
         share: share of the background over the whole run. It falls linearly from twice this value to 0; above one half
             it starts at 1.
-
-    Raises:
-        UserError: the share is out of range.
     """
 
     data: tuple[Path, ...]
@@ -105,9 +99,6 @@ class Imitation:
             of a rejection.
         policy: texts on which the models are compared: text, or also continuations of it by the draft or the target.
         share: share of the steps that use continuations, where the policy is not text.
-
-    Raises:
-        UserError: a value is not legal.
     """
 
     target: str
@@ -116,10 +107,8 @@ class Imitation:
     share: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.loss not in LOSSES:
-            raise UserError(f"loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}")
-        if self.policy not in POLICIES:
-            raise UserError(f"policy: expected one of {', '.join(POLICIES)}, got {self.policy!r}")
+        refuse_unknown("loss", self.loss, LOSSES)
+        refuse_unknown("policy", self.policy, POLICIES)
         if not 0 < self.share <= 1:
             raise UserError(f"share of continuations: expected more than 0, up to 1, got {self.share:g}")
 
@@ -145,9 +134,6 @@ class DrafterJob:
         seed: seed of all random choices.
         trial_prompts: number of held-out prompts that the engine continues, for the block efficiencies of a draft.
         trial_tokens: largest number of tokens of each continuation.
-
-    Raises:
-        UserError: a value is not legal, or `out` exists.
     """
 
     texts: Texts
@@ -172,18 +158,13 @@ class DrafterJob:
         refuse_below_one(rows=self.rows, held_out_tokens=self.held, **counts)
         if self.length < PROMPT + 2:
             raise UserError(f"length: expected {PROMPT + 2} or more, got {self.length}")
-        for name, legal in (("precision", PRECISIONS), ("stored", (*PRECISIONS, "float16"))):
-            if getattr(self, name) not in legal:
-                raise UserError(f"{name}: expected one of {', '.join(legal)}, got {getattr(self, name)!r}")
+        refuse_unknown("precision", self.precision, PRECISIONS)
+        refuse_unknown("stored", self.stored, (*PRECISIONS, "float16"))
         refuse_existing(self.out)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Arguments of LlamaConfig except the vocabulary, from the shape or from the config file.
-
-        Raises:
-            UserError: the file is no config of a Llama model.
-        """
+        """Arguments of LlamaConfig except the vocabulary, from the shape or from the config file."""
         return self.shape.config() if self.config is None else settings_of(self.config)
 
     @property
@@ -193,11 +174,7 @@ class DrafterJob:
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    """Arguments of LlamaConfig except the vocabulary, from a config.json.
-
-    Raises:
-        UserError: the file cannot be read, or is no config of a Llama model.
-    """
+    """Arguments of LlamaConfig except the vocabulary, from a config.json."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         known = {name: found[name] for name in (*Shape().config(), *_OPTIONAL) if name in found}

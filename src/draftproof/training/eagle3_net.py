@@ -1,8 +1,7 @@
-"""The network of an EAGLE-3 head while it is trained, and its directory in the layout of `speculators`.
+"""The networks of EAGLE-3 and P-EAGLE heads while they are trained, and their directory as `speculators` has it.
 
-It reads the target's hidden states of several layers, which one product fuses, and has one Llama layer whose attention
-reads them beside the embedding (EAGLE-3, arXiv 2503.01840). `backends.heads.published.eagle3` runs the
-result.
+They read the target's hidden states of several layers, which one product fuses, and have one Llama layer whose
+attention reads them beside the embedding (EAGLE-3, arXiv 2503.01840). `backends.heads.published` runs the results.
 """
 
 from __future__ import annotations
@@ -16,21 +15,20 @@ from jaxtyping import Float, Int
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
+from typing_extensions import override
 
 from draftproof.backends.heads.feature_net import CONFIG, EPS, WEIGHTS, FeatureConfig, rotary, rotate
 from draftproof.errors import UserError
-from draftproof.provenance import write_json
+from draftproof.files import write_json
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _VERSION = "0.9.0"  # of the package whose layout this is
 
 
 class Eagle3Module(nn.Module):
-    """An EAGLE-3 head with one layer.
+    """An EAGLE-3 head with one layer, which reads the hidden states of some layers of the target.
 
-    Args:
-        config: its shape; the window is that of training, the written head has none.
-        layers: of the target, whose hidden states it reads.
+    The window of its config is that of training; the written head has none.
 
     Attributes:
         first_place: the first token of a text is left out, since no state comes before it.
@@ -118,12 +116,44 @@ class Eagle3Module(nn.Module):
         return rms_norm(x.to(weight.dtype), weight.shape, weight, EPS)
 
 
-def default_layers(total: int) -> tuple[int, ...]:
-    """A low, a middle and a high layer: those that the formats take where none are named, or others in small models.
+class PEagleModule(Eagle3Module):
+    """A P-EAGLE head with one layer, which drafts all tokens in one pass.
 
-    Raises:
-        UserError: fewer than 3 layers.
+    After the known tokens come masked places. They all read one mask token, and one learned vector in place of the
+    target's states; each sees the known tokens and the masked places before it. The unrolled steps of the loss are
+    these places, so nothing is drafted in training and every place is learnt at every position of a text.
+
+    Args:
+        config, layers: as `Eagle3Module`.
+        mask_token: the token that masked places read, one that no draft continues; its embedding is not trained.
+        places: number of tokens that the head drafts.
     """
+
+    algorithm, architecture = "peagle", "PEagleSpeculator"
+
+    def __init__(self, config: FeatureConfig, layers: tuple[int, ...], *, mask_token: int, places: int) -> None:
+        super().__init__(config, layers)
+        self.mask_token = mask_token
+        self.places = places
+        self.mask_hidden = nn.Parameter(torch.randn(len(layers) * config.hidden_size))
+
+    @override
+    def carried(self, out: Float[Tensor, "rows width dim"], ids: Int[Tensor, "rows width"]) -> tuple[Tensor, Tensor]:
+        """What every masked place reads."""
+        mask: Tensor = self.fc(self.mask_hidden)
+        return mask.to(out.dtype).expand_as(out), torch.full_like(ids, self.mask_token)
+
+    @override
+    def own_config(self) -> dict[str, int]:
+        return {"mask_token_id": self.mask_token}
+
+    @override
+    def own_tensors(self) -> dict[str, Tensor]:
+        return {"mask_hidden": self.mask_hidden.data.view(1, 1, -1)}
+
+
+def default_layers(total: int) -> tuple[int, ...]:
+    """A low, a middle and a high layer: those that the formats take where none are named, or others in small models."""
     for found in ((2, total // 2, total - 3), (1, total // 2, total - 1)):
         if 0 < found[0] < found[1] < found[2]:
             return found
@@ -142,14 +172,8 @@ def save_eagle3(
 ) -> None:
     """Write a head into an existing directory, in the layout of `speculators`.
 
-    Args:
-        net: the head.
-        directory: where to.
-        embedding: the target's, which the layout holds too.
-        output: rows of the target's output layer for the head's tokens, for a head without its own.
-        architectures: of the target's config.
-        max_positions: of the target.
-        dtype: of the weights.
+    Embedding, architectures and positions are the target's, and for a head without an output layer `output`: the rows
+    of the target's for the head's tokens.
     """
     config, at = net.config, "layers.0."
     parts = {name: value.data for name, value in net.named_parameters()}

@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from draftproof import models
-from draftproof.backends.heads.feature_head import refuse_other_target
+from draftproof.backends.heads.feature_head import FeatureBackend, refuse_other_target
 from draftproof.backends.heads.feature_net import WEIGHTS, FeatureConfig, FeatureNet, load_net, save_net
 from draftproof.backends.heads.published.eagle3 import eagle3_backend
 from draftproof.backends.heads.published.peagle import PEagleBackend
@@ -25,23 +25,21 @@ from draftproof.backends.loading.by_name import load_backend, refuse_gguf
 from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.backends.model_info import end_tokens
 from draftproof.drafters.base import Drafter
-from draftproof.drafters.feature_head import FeatureModel, feature_drafter
 from draftproof.drafters.head import FollowingModel, following_drafter
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
-from draftproof.files import whole_directory
+from draftproof.files import whole_directory, write_json
 from draftproof.progress import Watch, silent
-from draftproof.provenance import FILE, digest, file_digest, fingerprint, provenance, write_json
+from draftproof.provenance import FILE, digest, file_digest, fingerprint, provenance
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.training.data import DataFile, Example, cache_folder, read_examples, split
-from draftproof.training.eagle3_net import Eagle3Module, default_layers, save_eagle3
+from draftproof.training.eagle3_net import Eagle3Module, PEagleModule, default_layers, save_eagle3
 from draftproof.training.feature_loss import Frame, Net, acceptance, feature_loss
 from draftproof.training.feature_options import FORMATS, FeatureJob
 from draftproof.training.feature_rows import Row, StateRows, Store, frequent, windows
 from draftproof.training.loop import Record, train
-from draftproof.training.peagle_net import PEagleModule
-from draftproof.training.responses import sample_responses
+from draftproof.training.responses import instruction_ids, sample_responses
 from draftproof.training.sweep import pass_costs, total_stats
 
 _BATCH = 32  # number of answers that are sampled at once, so that the weights are read once for all of them
@@ -55,14 +53,7 @@ _DECIDING = (
 
 
 def make_feature_head(job: FeatureJob, watch: Watch = silent) -> dict[str, Any]:
-    """Train a feature head and write its directory; the same job continues an interrupted run.
-
-    Returns:
-        the main figures of the head.
-
-    Raises:
-        UserError: files, models or options that cannot be used.
-    """
+    """Train a feature head, write its directory and return its figures; the same job continues an interrupted run."""
     start = time.perf_counter()
     run = _FeatureRun(job, watch)
     net = run.net()
@@ -146,12 +137,7 @@ class _FeatureRun:
         if not examples:
             return {"train": [], "test": []}
         parts, engine = split(examples, self.job.answers), self._engine()
-        chat = bool(getattr(self.tokenizer, "chat_template", None))
-        instructions = {name: [example.text for example in parts[name]] for name in ("train", "test")}
-        ids = {
-            name: [engine.encode([{"role": "user", "content": text}] if chat else text)[1] for text in texts]
-            for name, texts in instructions.items()
-        }
+        ids = {name: [instruction_ids(engine, each.text) for each in parts[name]] for name in ("train", "test")}
         return {name: [row for row in rows if len(row) < self.job.length // 2] for name, rows in ids.items()}
 
     def _engine(self) -> Engine:
@@ -313,7 +299,8 @@ class _FeatureRun:
     def _drafter(self, net: Net) -> Drafter:
         """A drafter of four tokens from the head as it is stored."""
         if isinstance(net, FeatureNet):
-            return feature_drafter(FeatureModel(self.target, _as_stored(net)), FixedLength(4))
+            model = FollowingModel(FeatureBackend(self.target, _as_stored(net)), self.target)
+            return following_drafter(model, FixedLength(4), "feature_head")
         with tempfile.TemporaryDirectory() as folder:
             self.save(net, Path(folder))
             read = PEagleBackend if isinstance(net, PEagleModule) else eagle3_backend

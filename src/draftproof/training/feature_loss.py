@@ -27,23 +27,14 @@ _CHUNK = 64  # number of rows of logits that are processed at once, so that they
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """The parts of the target and the options of the loss, which are fixed while a head is trained.
+    """The parts of the target and the options of the loss, which are fixed while a head is trained."""
 
-    Attributes:
-        embed: the target's embedding, as a module.
-        output: the rows of the target's output layer for the head's tokens.
-        unroll: number of steps; the first reads the target's states, the others the head's own.
-        tv: weight of the total variation, in addition to the cross-entropy.
-        states: weight of the smooth L1 distance to the target's states.
-        autocast: whether matrix products are computed in bfloat16.
-    """
-
-    embed: Any
-    output: Float[Tensor, "ids dim"]
-    unroll: int = 3
-    tv: float = 0.0
-    states: float = 0.0
-    autocast: bool = True
+    embed: Any  # the target's embedding, as a module
+    output: Float[Tensor, "ids dim"]  # the rows of the target's output layer for the head's tokens
+    unroll: int = 3  # number of steps; the first reads the target's states, the others the head's own
+    tv: float = 0.0  # weight of the total variation, in addition to the cross-entropy
+    states: float = 0.0  # weight of the smooth L1 distance to the target's states
+    autocast: bool = True  # whether matrix products are computed in bfloat16
 
 
 class _Unrolled:
@@ -82,14 +73,7 @@ def _shift(x: Float[Tensor, "*batch width dim"], by: int) -> Float[Tensor, "*bat
 
 
 def steps(net: Net, rows: StateRows, frame: Frame, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each step the output states [rows, length, dim], and whether each position counts [rows, length].
-
-    Args:
-        net: the head.
-        rows: known tokens with the target's states.
-        frame: parts of the target.
-        count: number of steps.
-    """
+    """For each step the output states [rows, length, dim], and whether each position counts [rows, length]."""
     length = rows.ids.shape[1]
     attend = _Unrolled(length, net.config.window, rows.ids.device, net.first_place)
     places = torch.arange(length, device=rows.ids.device)
@@ -153,15 +137,10 @@ def output_loss(
     target: Float[Tensor, "rows ids"],
     tv: float = 0.0,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, " rows"]]:
-    """The mean loss of rows, and the overlap sum of min(p, q) of each row.
+    """The mean loss of rows, cross-entropy plus `tv` times total variation, and the overlap sum of min(p, q) of each.
 
-    The loss is cross-entropy plus `tv` times total variation.
-
-    Args:
-        states: output states of a head.
-        weight: weights of the output layer, whose softmax is q; matrix products are computed in their dtype.
-        target: the target's probabilities of these tokens, with a sum of 1 or less.
-        tv: weight of the total variation.
+    Products are computed in the dtype of `weight`, an output layer whose softmax is q. Rows of `target` sum to 1 or
+    less.
     """
     found: tuple[Tensor, Tensor] = _OutputLoss.apply(states, weight, target, tv)  # type: ignore[no-untyped-call]
     return found
@@ -198,12 +177,6 @@ def _weight(net: Net, frame: Frame) -> Float[Tensor, "ids dim"]:
 @torch.no_grad()
 def acceptance(net: Net, rows: StateRows, frame: Frame, positions: int = 4) -> dict[str, float]:
     """Expected acceptance, 1 - TV at temperature 1, of each drafted position along known tokens.
-
-    Args:
-        net: the head.
-        rows: held-out rows.
-        frame: parts of the target.
-        positions: number of drafted positions.
 
     Returns:
         "accept_1", "accept_2", ...: the acceptance of each position; "covered": the share of the target's mass on the

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftproof.errors import UserError, refuse_below_one
+from draftproof.errors import UserError, refuse_below_one, refuse_unknown
 from draftproof.files import refuse_existing
 from draftproof.training.loop import TrainingPlan
 
@@ -46,9 +46,6 @@ class FeatureJob:
         dtype: dtype of the target: auto, float32, bfloat16 or float16.
         device: device to use: cpu, cuda or cuda:1; by default an accelerator if there is one.
         cache: directory that keeps answers and states for other runs; by default one next to the pulled models.
-
-    Raises:
-        UserError: a number is out of range, or `out` exists.
     """
 
     target: str
@@ -79,8 +76,7 @@ class FeatureJob:
 
     def __post_init__(self) -> None:
         refuse_existing(self.out)
-        if self.format not in FORMATS:
-            raise UserError(f"format: expected one of {', '.join(FORMATS)}, got {self.format!r}")
+        refuse_unknown("format", self.format, FORMATS)
         if self.format != FORMATS[0] and self.start is not None:
             raise UserError(f"start continues a head of format {FORMATS[0]}, and the format is {self.format}")
         if self.batch < 1 or 32 % self.batch:

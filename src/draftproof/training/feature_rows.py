@@ -37,21 +37,13 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class StateRows:
-    """Rows of one length with the target's states.
+    """Rows of one length with the target's states."""
 
-    Attributes:
-        ids: token ids, padded with 0.
-        counts: whether the next token of a position is learnt.
-        states: the target's last hidden states.
-        log_mass: log of the sum of exponentials of all logits of the target.
-        features: the target's hidden states of several layers side by side, where they are kept.
-    """
-
-    ids: Int[Tensor, "rows length"]
-    counts: Bool[Tensor, "rows length"]
-    states: Float[Tensor, "rows length dim"]
-    log_mass: Float[Tensor, "rows length"]
-    features: Float[Tensor, "rows length inner"] | None = None
+    ids: Int[Tensor, "rows length"]  # padded with 0
+    counts: Bool[Tensor, "rows length"]  # whether the next token of a position is learnt
+    states: Float[Tensor, "rows length dim"]  # the target's last hidden states
+    log_mass: Float[Tensor, "rows length"]  # of all logits of the target: log of the sum of exponentials
+    features: Float[Tensor, "rows length inner"] | None = None  # hidden states of several layers, side by side
 
     def pick(self, index: Sequence[int]) -> StateRows:
         """The rows with these numbers."""
@@ -68,14 +60,9 @@ class StateRows:
 
 
 def windows(texts: Sequence[str], tokenizer: Any, *, length: int, most: int, seed: int) -> list[Row]:
-    """Windows of `length` tokens, each from consecutive texts, in an order that depends on the seed.
+    """At most `most` windows of `length` tokens, each from consecutive texts, in an order that depends on the seed.
 
-    Args:
-        texts: the texts, in their order in the files; a window begins at the beginning of a text.
-        tokenizer: the target's tokenizer.
-        length: number of tokens in each window.
-        most: number of windows to return; fewer are returned when there are no more.
-        seed: seed of the order.
+    A window begins at the beginning of a text.
     """
     pages, page = [], ""
     for text in texts:
@@ -94,16 +81,10 @@ def windows(texts: Sequence[str], tokenizer: Any, *, length: int, most: int, see
 
 
 def frequent(kinds: Sequence[Sequence[Row]], size: int, vocab_size: int, always: Sequence[int] = ()) -> list[int]:
-    """The `size` most frequent tokens of several kinds of rows, in ascending order.
+    """The `size` most frequent tokens of several kinds of rows, in ascending order; those in `always` in any case.
 
     Every kind has the same weight, for any number of rows: tokens are ordered by the mean of their shares in the kinds.
     Tokens with equal shares are ordered by id, since tokens with low ids are usually frequent.
-
-    Args:
-        kinds: the rows to count, by kind.
-        size: number of tokens to return, at most `vocab_size`.
-        vocab_size: size of the target's vocabulary.
-        always: tokens to return in any case, such as those that end a text.
     """
     shares: defaultdict[int, float] = defaultdict(float)
     for rows in kinds:
@@ -116,10 +97,7 @@ def frequent(kinds: Sequence[Sequence[Row]], size: int, vocab_size: int, always:
 
 
 def spread(kinds: Sequence[Sequence[T]]) -> list[T]:
-    """The members of all kinds in one list, where each kind is spread evenly.
-
-    The members of a small kind are repeated, up to `_REPEATS` times, so that the kinds have similar shares.
-    """
+    """The members of all kinds, each kind spread evenly; a small kind is repeated up to `_REPEATS` times."""
     most = max((len(kind) for kind in kinds), default=0)
     placed: list[tuple[float, int, int, T]] = []
     for number, kind in enumerate(kinds):
@@ -208,10 +186,7 @@ class Store:
         return StateRows(ids, (places >= starts) & (places < ends), states, mass, features)
 
     def _states(self, ids: Int[Tensor, "rows length"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Last hidden states, log of the sum of exponentials of all logits, and the states of `layers`.
-
-        Only a few rows of logits are in memory at a time.
-        """
+        """Last hidden states, log of the sum of exponentials of all logits, and the states of `layers`."""
         keep = torch.zeros(1, dtype=torch.int64, device=ids.device)
         out = self.target.model(input_ids=ids, use_cache=False, output_hidden_states=True, logits_to_keep=keep)
         states: Tensor = out.hidden_states[-1]

@@ -36,23 +36,14 @@ _LEAST = 1e-30
 
 @dataclass(frozen=True, eq=False)
 class JudgeRows:
-    """Rows of one token each, with the state that a head reads and the label.
+    """Rows of one token each, with the state that a head reads and the label."""
 
-    Attributes:
-        hidden: the hidden state that the head reads.
-        log_ratio: log(p/q) of the token.
-        log_q: log q of the token.
-        top: the largest probability of q.
-        group: number of the token's sequence.
-        place: position of the token after the prompt, from 0.
-    """
-
-    hidden: Float16[Tensor, "rows dim"]
-    log_ratio: Float[Tensor, " rows"]
-    log_q: Float[Tensor, " rows"]
-    top: Float[Tensor, " rows"]
-    group: Int[Tensor, " rows"]
-    place: Int[Tensor, " rows"]
+    hidden: Float16[Tensor, "rows dim"]  # the hidden state that the head reads
+    log_ratio: Float[Tensor, " rows"]  # log(p/q) of the token
+    log_q: Float[Tensor, " rows"]  # log q of the token
+    top: Float[Tensor, " rows"]  # the largest probability of q
+    group: Int[Tensor, " rows"]  # number of the token's sequence
+    place: Int[Tensor, " rows"]  # position of the token after the prompt, from 0
 
     def __len__(self) -> int:
         return int(self.log_ratio.shape[0])
@@ -76,18 +67,12 @@ def join(parts: Sequence[JudgeRows]) -> JudgeRows:
 
 @dataclass(frozen=True)
 class ModelPair:
-    """A target and a draft model, with the sampling parameters of both.
+    """A target and a draft model, with the sampling parameters of both."""
 
-    Attributes:
-        target, draft: the models.
-        params: temperature, top_k, top_p and min_p of p and q; parameters that depend on the path are not used.
-        drafting: makes the draft model as drafters use it; None if this is the backend `draft`.
-    """
-
-    target: Backend
+    target: Backend  # the models
     draft: Backend
-    params: SamplingParams
-    drafting: Callable[[], DraftModel] | None = None
+    params: SamplingParams  # of p and q: temperature, top_k, top_p, min_p; those that depend on the path are not used
+    drafting: Callable[[], DraftModel] | None = None  # makes the draft model as drafters use it; None: of `draft`
 
     def model(self) -> DraftModel:
         """A new draft model as drafters use it, for one engine."""
@@ -153,10 +138,7 @@ Build = Callable[[Sequence[Response], int], list[JudgeRows]]  # responses, numbe
 
 
 def mixed(pair: ModelPair, mix: float, seed: int) -> Build:
-    """Rows of kind mixed: `mix` is the share r of tokens that Z takes from the target's response.
-
-    Source: SpecDec++, arXiv 2405.19715, section 3.3.
-    """
+    """Rows of kind mixed: `mix` is the share r of tokens that Z takes from the target's response (SpecDec++, 3.3)."""
 
     def build(responses: Sequence[Response], first: int) -> list[JudgeRows]:
         p, q = pair.p(responses), [probs for probs, _ in pair.q(responses)]
@@ -178,12 +160,7 @@ def mixed(pair: ModelPair, mix: float, seed: int) -> Build:
 
 
 def drafted(pair: ModelPair, *, above: bool = False) -> Build:
-    """Rows of kind drafted: the responses are continuations by the draft model itself.
-
-    Args:
-        pair: the models.
-        above: use the state before each token, as a verifier does, instead of the state at the token.
-    """
+    """Rows of kind drafted; `above` takes the state before each token, as a verifier does, not the one at the token."""
 
     def build(responses: Sequence[Response], first: int) -> list[JudgeRows]:
         p, q = pair.p(responses), pair.q(responses)
@@ -235,12 +212,7 @@ def collect(
 ) -> JudgeRows:
     """The rows of all responses, from shards on disk where they exist.
 
-    Args:
-        build: makes rows from responses.
-        responses: the responses.
-        folder: folder of the shards; its name must be a hash of everything the rows depend on.
-        watch: shows progress.
-        title: title of the progress bar.
+    The name of `folder` must be a hash of everything the rows depend on.
     """
     starts = range(0, len(responses), SHARD)
     parts = []

@@ -12,10 +12,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from draftproof.files import whole_directory
+from draftproof.files import remembered, whole_directory, write_json
 from draftproof.heads import Head, HeadConfig, save_head
 from draftproof.progress import Watch, silent
-from draftproof.provenance import FILE, digest, model_name, provenance, write_json
+from draftproof.provenance import FILE, digest, model_name, provenance
 from draftproof.theory.cost import PassCosts
 from draftproof.training import sprinter, sweep
 from draftproof.training.features import JudgeRows
@@ -23,7 +23,7 @@ from draftproof.training.head_options import HeadJob
 from draftproof.training.heads import evaluate_head, train_head
 from draftproof.training.loop import Record
 from draftproof.training.pair_data import PairData
-from draftproof.training.sweep import Trial, remembered
+from draftproof.training.sweep import Trial
 
 METRICS = "metrics.json"
 RULES = {"acceptance": "token", "log_ratio": "block"}  # the verification rule whose acceptance a kind of head predicts
@@ -34,14 +34,7 @@ _SUMMARY = (
 
 
 def make_head(job: HeadJob, watch: Watch = silent) -> dict[str, Any]:
-    """Train a head that predicts acceptance or log(p/q), choose its threshold, and write its directory.
-
-    Returns:
-        the main figures of the head, as in its provenance.
-
-    Raises:
-        UserError: files or models that cannot be used, or that do not fit together.
-    """
+    """Train a head that predicts acceptance or log(p/q), choose its threshold, write its directory; returns figures."""
     run = _HeadRun(job, watch)
     rows = {part: run.data.head_rows(part, job.mix) for part in ("train", "valid")}
     trial = run.data.trial(job.trial_prompts, job.trial_tokens)
@@ -59,14 +52,7 @@ def make_head(job: HeadJob, watch: Watch = silent) -> dict[str, Any]:
 
 
 def make_verifier_head(job: HeadJob, watch: Watch = silent) -> dict[str, Any]:
-    """Train the verifier of SPRINTER (arXiv 2502.04557), compare its runs with Theorem 3.3, and write its directory.
-
-    Returns:
-        the main figures of the verifier, as in its provenance.
-
-    Raises:
-        UserError: as `make_head`.
-    """
+    """Train the verifier of SPRINTER, compare its runs with Theorem 3.3, write its directory and return its figures."""
     run = _HeadRun(job, watch)
     (train, sizes), (valid, _), (test, _) = (run.data.verifier_rows(part) for part in ("train", "valid", "test"))
     head, history = run.train({"train": train, "valid": valid})
@@ -148,10 +134,7 @@ class _HeadRun:
 
     def fixed(self, trial: Trial) -> list[dict[str, Any]]:
         """The rates of constant lengths, which are the baseline."""
-        made: list[dict[str, Any]] = remembered(
-            self._file("fixed", trial), lambda: sweep.fixed_table(trial, self.rule, watch=self.watch)
-        )
-        return made
+        return remembered(self._file("fixed", trial), lambda: sweep.fixed_table(trial, self.rule, watch=self.watch))
 
     def _file(self, name: str, trial: Trial) -> Path:
         return self.job.work / f"{name}-{digest(self.identity, trial.prompts, trial.tokens)[:12]}.json"

@@ -29,9 +29,6 @@ class Material:
         dtype: dtype of both models: auto, float32, bfloat16 or float16.
         device: device to use: cpu, cuda or cuda:1; by default an accelerator if there is one.
         cache: directory that keeps responses and features for other runs; by default one next to the pulled models.
-
-    Raises:
-        UserError: a number is out of range.
     """
 
     target: str
@@ -77,9 +74,6 @@ class HeadJob:
         cost_ratio: time of a draft pass divided by the time of a target pass; by default both are measured.
         trial_prompts: number of held-out prompts in the trials.
         trial_tokens: largest number of tokens of each response in the trials.
-
-    Raises:
-        UserError: a number is out of range, or `out` exists.
     """
 
     material: Material

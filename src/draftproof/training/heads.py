@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,6 @@ class Labels:
         w_rej: weight of rejections in the cross-entropy; acceptance only.
         lam: factor lambda: a token is acceptable if q <= lambda p; verifiers only (SPRINTER, arXiv 2502.04557, section
             3.2).
-
-    Raises:
-        UserError: a number is not positive.
     """
 
     w_acc: float = 1.0
@@ -54,10 +51,7 @@ class Labels:
 def weighted_bce(
     output: Float[Tensor, " rows"], label: Float[Tensor, " rows"], w_acc: float = 1.0, w_rej: float = 1.0
 ) -> Float[Tensor, ""]:
-    """Mean of -w_acc P log P^ - w_rej (1 - P) log(1 - P^), P^ = sigmoid(output).
-
-    Source: SpecDec++, arXiv 2405.19715, section 3.3.
-    """
+    """Mean of -w_acc P log P^ - w_rej (1 - P) log(1 - P^), P^ = sigmoid(output) (SpecDec++, section 3.3)."""
     return (w_acc * label * softplus(-output) + w_rej * (1 - label) * softplus(output)).mean()
 
 
@@ -93,32 +87,16 @@ def train_head(
     identity: str = "",
     watch: Watch = silent,
 ) -> tuple[Head, list[Record]]:
-    """Train a head, and keep the weights with the lowest validation loss.
+    """Train a head, and keep the weights with the lowest validation loss (SPRINTER, arXiv 2502.04557, appendix A.5).
 
-    Args:
-        config: kind and shape of the head.
-        rows: the rows to learn from; the batch of a step is drawn by (seed, step).
-        valid: the rows for the validation loss.
-        plan: steps, seed, learning rate.
-        labels: weights and labels of the loss.
-        batch: number of rows in a step.
-        checkpoint: see `draftproof.training.loop.train`.
-        identity: see `draftproof.training.loop.train`.
-        watch: shows progress.
-
-    Returns:
-        the head and its history.
-
-    Raises:
-        UserError: no rows.
-
-    Source: SPRINTER, arXiv 2502.04557, appendix A.5, for the choice of the weights.
+    The `batch` rows of a step are drawn by (seed, step). Returns the head and its history; see `loop.train` for the
+    rest.
     """
     if not len(rows) or not len(valid):
         raise UserError(f"rows: expected 1 or more to train on and to validate on, got {len(rows)} and {len(valid)}")
     head = fresh_head(config, plan.seed)
     every = max(plan.steps // 20, 1)
-    plan = TrainingPlan(**{**plan.__dict__, "evaluate_every": every, "keep_best": "valid_loss"})
+    plan = replace(plan, evaluate_every=every, keep_best="valid_loss")
 
     def loss(module: nn.Module, picked: JudgeRows) -> Loss:
         assert isinstance(module, Head), "heads are trained here"
@@ -158,26 +136,15 @@ def row_batches(rows: JudgeRows, size: int, seed: int) -> Callable[[int], JudgeR
 
 
 @torch.no_grad()
-def evaluate_head(
-    head: Head, rows: JudgeRows, known: JudgeRows, labels: Labels, threshold: float | None = None
-) -> dict[str, Any]:
-    """Figures of a head on held-out rows, which depend on its kind.
-
-    Args:
-        head: a head of any kind.
-        rows: held-out rows.
-        known: the training rows, for the baselines.
-        labels: weights and labels of the loss.
-        threshold: tau of a verifier; None for the head's own.
-    """
+def evaluate_head(head: Head, rows: JudgeRows, known: JudgeRows, labels: Labels) -> dict[str, Any]:
+    """Figures of a head on held-out rows, which depend on its kind; `known` are the training rows, for baselines."""
     head.eval()
     output = run_head(head, rows).double()
     if head.config.kind == "log_ratio":
         return _ratio_figures(output, rows, known)
     if head.config.kind == "acceptance":
         return _acceptance_figures(output, rows, known, labels)
-    tau = head.config.threshold if threshold is None else threshold
-    return _verifier_figures(output.sigmoid(), rows, known, labels, tau)
+    return _verifier_figures(output.sigmoid(), rows, known, labels, head.config.threshold)
 
 
 def _acceptance_figures(output: Tensor, rows: JudgeRows, known: JudgeRows, labels: Labels) -> dict[str, Any]:

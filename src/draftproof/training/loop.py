@@ -34,12 +34,7 @@ Evaluate = Callable[[nn.Module], Record]
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """The loss of a batch.
-
-    Attributes:
-        value: the scalar that is minimised.
-        tokens: number of tokens of the batch, for tokens/s.
-    """
+    """The scalar that is minimised on a batch, and the number of its tokens, for tokens/s."""
 
     value: Tensor
     tokens: int
@@ -62,9 +57,6 @@ class TrainingPlan:
         keep_best: name of an evaluation metric; the weights with its lowest value are the result (early stopping).
         save_every: number of steps between checkpoints; 0 saves by time only.
         save_seconds: seconds between checkpoints.
-
-    Raises:
-        UserError: a number is out of range.
     """
 
     steps: int
@@ -250,11 +242,7 @@ class _TrainingRun:
         return {**self.trained, **dict(self.module.named_buffers())}
 
     def restore(self) -> None:
-        """Continue from the checkpoint, if there is one.
-
-        Raises:
-            UserError: it cannot be read, or it belongs to another run.
-        """
+        """Continue from the checkpoint, if there is one."""
         if self.checkpoint is None or not self.checkpoint.exists():
             return
         try:

@@ -14,10 +14,7 @@ _EDGE = 1e-6
 
 
 def kl_rows(label: Float[Tensor, " rows"], predicted: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-    """KL(Bernoulli(label) || Bernoulli(predicted)) of each row, in nats.
-
-    Source: SpecDec++, arXiv 2405.19715, appendix C.3.
-    """
+    """KL(Bernoulli(label) || Bernoulli(predicted)) of each row, in nats (SpecDec++, arXiv 2405.19715, appendix C.3)."""
     p, q = label.double(), predicted.double().clamp(_EDGE, 1 - _EDGE)
     rows: Tensor = xlogy(p, p) + xlogy(1 - p, 1 - p) - p * q.log() - (1 - p) * (1 - q).log()
     return rows
@@ -75,10 +72,7 @@ def auc(score: Float[Tensor, " rows"], positive: Bool[Tensor, " rows"]) -> float
 
 
 def rates_at(score: Float[Tensor, " rows"], positive: Bool[Tensor, " rows"], threshold: float) -> tuple[float, float]:
-    """eta_TP and eta_FP: the shares of positive and of negative rows whose score exceeds a threshold.
-
-    Source: SPRINTER, arXiv 2502.04557.
-    """
+    """eta_TP and eta_FP (SPRINTER): the shares of positive and of negative rows whose score exceeds a threshold."""
     above = (score > threshold).double()
     return float(above[positive].mean()), float(above[~positive].mean())
 
@@ -102,15 +96,8 @@ def probability_report(
 ) -> dict[str, Any]:
     """Figures of predicted probabilities and of two baselines.
 
-    The baselines are the mean training label, and the largest probability of the draft's distribution: directly, and
-    through a logistic curve that is fitted to the training rows.
-
-    Args:
-        label: true probabilities of the held-out rows.
-        predicted: predicted probabilities of the held-out rows.
-        top: largest probability of the draft's distribution, for the held-out rows.
-        known_label: true probabilities of the training rows.
-        known_top: largest probability of the draft's distribution, for the training rows.
+    The baselines are the mean training label, and the largest probability of the draft's distribution (`top`):
+    directly, and through a logistic curve that is fitted to the training rows (`known_label`, `known_top`).
     """
     slope, offset = fitted(odds(known_top), known_label)
     through = (slope * odds(top) + offset).sigmoid()

@@ -13,6 +13,7 @@ import torch
 from draftproof import models
 from draftproof.backends.base import Backend
 from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.feature_head import FeatureBackend
 from draftproof.backends.heads.feature_net import load_net
 from draftproof.backends.heads.standalone import StandaloneHead
 from draftproof.backends.loading.load import load
@@ -20,7 +21,7 @@ from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.backends.model_info import end_tokens
 from draftproof.drafters.draft_model import DraftModel
-from draftproof.drafters.feature_head import FeatureModel
+from draftproof.drafters.head import FollowingModel
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
 from draftproof.progress import Watch, silent
@@ -39,15 +40,7 @@ CATEGORIES = ("original", "draft", "target", "mixed")  # SPRINTER, arXiv 2502.04
 
 
 class PairData:
-    """The loaded models and data, and rows made from them.
-
-    Args:
-        material: names and options.
-        watch: shows progress.
-
-    Raises:
-        UserError: files or models that cannot be used, or that do not fit together.
-    """
+    """The loaded models and data, and rows made from them."""
 
     def __init__(self, material: Material, watch: Watch = silent) -> None:
         self.material = material
@@ -81,7 +74,7 @@ class PairData:
     def _model(self) -> DraftModel:
         """The feature head as drafters use it."""
         assert self.head is not None, "the draft is a feature head"
-        return FeatureModel(self.target, load_net(self.head))
+        return FollowingModel(FeatureBackend(self.target, load_net(self.head)), self.target)
 
     @cached_property
     def eos(self) -> tuple[int, ...]:
@@ -109,11 +102,7 @@ class PairData:
     # --- sequences ------------------------------------------------------------------------------------------------
 
     def prompts(self, part: str) -> list[list[int]]:
-        """Token ids of a part's prompts that leave room for a response.
-
-        Raises:
-            UserError: all of them are too long.
-        """
+        """Token ids of a part's prompts that leave room for a response."""
         ids = self._ids([example.prompt for example in self.parts[part]])
         found = [row for row in self._short(ids) if row]
         if not found:

@@ -6,13 +6,13 @@ number only. So an interrupted run can be continued, with the same responses as 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from draftproof.engine.engine import Engine
-from draftproof.files import whole_file
+from draftproof.files import remembered
 from draftproof.progress import Watch, silent
 from draftproof.provenance import digest
 from draftproof.rng import fold
@@ -32,6 +32,12 @@ class Response:
         return [*self.prompt, *self.tokens]
 
 
+def instruction_ids(engine: Engine, text: str) -> list[int]:
+    """Token ids of a user's message, in the chat template if there is one."""
+    chat = getattr(engine.tokenizer, "chat_template", None)
+    return engine.encode([{"role": "user", "content": text}] if chat else text)[1]
+
+
 def sample_responses(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
@@ -43,18 +49,10 @@ def sample_responses(
     watch: Watch = silent,
     title: str = "sampling responses",
 ) -> list[Response]:
-    """One continuation of each prompt, from the cache where it is there.
+    """One continuation of each prompt, from the cache where it is there; each batch of the engine is one file.
 
-    Args:
-        engine: an engine for the model; with or without speculation the distribution is the same. Each batch of this
-            engine is one file.
-        prompts: token ids.
-        params: sampling parameters; the seed is replaced by one for each prompt.
-        cache: folder of the cache.
-        key: identifies the model (by its fingerprint) and how it is run.
-        seed: seed of all draws.
-        watch: shows progress.
-        title: title of the progress bar.
+    With or without speculation the distribution is the same. The seed of `params` is replaced by one for each prompt.
+    `key` identifies the model (by its fingerprint) and how it is run.
     """
     rows = [list(prompt) for prompt in prompts]
     size = engine.max_batch
@@ -66,10 +64,7 @@ def sample_responses(
             file = folder / f"{number:06d}.json"
             batch = rows[start : start + size]
             fresh = not file.exists()
-            if fresh:
-                with whole_file(file) as work:
-                    work.write_text(json.dumps(_sample(engine, batch, params, seed, start)), encoding="utf-8")
-            made = json.loads(file.read_text(encoding="utf-8"))
+            made = remembered(file, partial(_sample, engine, batch, params, seed, start))
             found += [Response(tuple(row), tuple(tokens)) for row, tokens in zip(batch, made, strict=True)]
             tick(number + 1, tokens=sum(map(len, made)) if fresh else 0)
     return found

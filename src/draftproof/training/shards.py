@@ -19,9 +19,7 @@ SHARD = 32  # number of rows or sequences in a file
 def shard(file: Path, make: Callable[[], Mapping[str, Tensor]]) -> tuple[dict[str, Tensor], bool]:
     """The tensors of a file, on the host, and whether they were made now.
 
-    Args:
-        file: of the shard; its name or its folder must hold a hash of everything that the tensors depend on.
-        make: makes them.
+    The name of the file or of its folder must hold a hash of everything that the tensors depend on.
     """
     fresh = not file.exists()
     if fresh:

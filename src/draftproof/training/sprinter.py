@@ -24,13 +24,7 @@ def expected_drafted(run: int, true_positive: float, false_positive: float, limi
     """Mean length of a draft that ends at the first rejection by the verifier, or at `limit` tokens.
 
     It is 1 + sum over k < limit of Pr(the first k tokens are accepted). As the limit grows, this becomes E[N] + 1 of
-    SPRINTER, arXiv 2502.04557, Theorem 3.3.
-
-    Args:
-        run: number of acceptable tokens before the first unacceptable one; all later tokens count as unacceptable.
-        true_positive: eta_TP.
-        false_positive: eta_FP.
-        limit: length of the longest draft.
+    SPRINTER, arXiv 2502.04557, Theorem 3.3. After `run` acceptable tokens, all later ones count as unacceptable.
     """
     return 1 + math.fsum(true_positive ** min(k, run) * false_positive ** max(k - run, 0) for k in range(1, limit))
 
@@ -48,15 +42,7 @@ def runs(good: Bool[Tensor, " rows"], rows: JudgeRows, limit: int = LIMIT) -> li
 
 @torch.no_grad()
 def predict(head: Head, rows: JudgeRows, labels: Labels) -> dict[str, float]:
-    """Expected tokens per target call, from the error rates and runs on drafted sequences.
-
-    Args:
-        head: the verifier.
-        rows: rows of drafted sequences, with the state before each token.
-        labels: define the acceptable tokens.
-
-    Source: SPRINTER, arXiv 2502.04557, Theorem 3.3.
-    """
+    """Expected tokens per target call (SPRINTER, Theorem 3.3), from the error rates and runs on drafted sequences."""
     score = run_head(head, rows).double().sigmoid()
     good = labels.acceptable(rows.log_ratio)
     tau = head.config.threshold
@@ -77,13 +63,7 @@ def predict(head: Head, rows: JudgeRows, labels: Labels) -> dict[str, float]:
 def position_distribution(
     p: Float[Tensor, "rows vocab"], q: Float[Tensor, "rows vocab"], accepted: Bool[Tensor, " rows #vocab"]
 ) -> Float[Tensor, "rows vocab"]:
-    """The output distribution of a drafted position: y ~ q is kept where the verifier accepts it, else token-verified.
-
-    Args:
-        p: rows of the target.
-        q: rows of the draft.
-        accepted: whether the verifier accepts each token.
-    """
+    """The output distribution of a drafted position: y ~ q is kept if the verifier accepts it, else token-verified."""
     rejected = (~accepted).to(q.dtype)
     shared = torch.minimum(p, q)
     lost = (rejected * (q - shared)).sum(-1, keepdim=True)
@@ -96,8 +76,7 @@ def position_distribution(
 def drift(head: Head, pair: ModelPair, responses: Sequence[Response]) -> dict[str, float]:
     """Total variation from the target at the positions of given texts, computed over the whole vocabulary.
 
-    Returns:
-        means over all positions: "position_tv" of SPRINTER's output distribution, "draft_tv" of q.
+    Means over all positions: "position_tv" of SPRINTER's output distribution, "draft_tv" of q.
     """
     found: list[Tensor] = []
     for start in range(0, len(responses), 8):
@@ -127,10 +106,7 @@ def log_likelihood(pair: ModelPair, outputs: Sequence[Output], prompts: Sequence
 
 
 def quality(trial: Trial, head: Head, tokenizer: Any) -> dict[str, Any]:
-    """Rates, log-likelihood and ROUGE of SPRINTER's responses and of lossless ones.
-
-    ROUGE compares both with a second lossless sample of the same prompts.
-    """
+    """Rates, log-likelihood and ROUGE (against a second lossless sample) of SPRINTER's and of lossless responses."""
     lossy = trial.run(Approximate(head), "last_token")
     plain, second = (trial.run(Approximate(head), "block", shift=shift) for shift in (0, 1))
     made: dict[str, Any] = {"measured": rates(lossy), "lossless": rates(plain)}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from draftproof.drafters.model import ModelDrafter
@@ -14,8 +12,7 @@ from draftproof.engine.engine import Engine
 from draftproof.engine.registry import make_verifier
 from draftproof.engine.request import Output
 from draftproof.engine.stats import Stats
-from draftproof.errors import UserError
-from draftproof.files import whole_file
+from draftproof.errors import refuse_unknown
 from draftproof.heads import Head
 from draftproof.progress import Watch, silent
 from draftproof.rng import fold
@@ -36,27 +33,16 @@ WEIGHTS = (1.0, 3.0, 6.0, 12.0)
 
 @dataclass(frozen=True)
 class Trial:
-    """A pair of models, and prompts on which stoppers are tried.
+    """A pair of models, and prompts on which stoppers are tried."""
 
-    Attributes:
-        pair: the models and their sampling parameters.
-        prompts: token ids.
-        eos_token_ids: tokens that end a response.
-        tokens: largest number of tokens in a response.
-        seed: seed of the draws; every stopper gets the same seeds.
-    """
-
-    pair: ModelPair
-    prompts: Sequence[Sequence[int]]
-    eos_token_ids: tuple[int, ...]
-    tokens: int = 64
-    seed: int = 0
+    pair: ModelPair  # the models and their sampling parameters
+    prompts: Sequence[Sequence[int]]  # token ids
+    eos_token_ids: tuple[int, ...]  # tokens that end a response
+    tokens: int = 64  # largest number of tokens in a response
+    seed: int = 0  # seed of the draws; every stopper gets the same seeds
 
     def run(self, stopper: Stopper | None, rule: str, *, max_batch: int = 8, shift: int = 0) -> list[Output]:
-        """Responses with a stopper and a verification rule; plain decoding without a stopper.
-
-        `shift` changes all seeds, for another independent sample.
-        """
+        """Responses with a stopper (None decodes plainly) and a rule; `shift` changes all seeds."""
         pair, drafter = self.pair, None
         if stopper is not None:
             drafter = ModelDrafter(pair.model(), stopper)
@@ -112,14 +98,9 @@ def fixed_table(trial: Trial, rule: str, *, watch: Watch = silent) -> list[dict[
 
 
 def head_table(trial: Trial, head: Head, rule: str, *, watch: Watch = silent) -> list[dict[str, Any]]:
-    """Rates of one head at every threshold.
-
-    Raises:
-        UserError: the head is a verifier, which has no threshold h.
-    """
+    """Rates of one head at every threshold."""
     kinds: dict[str, Callable[[Head, float], Stopper]] = {"acceptance": Acceptance, "log_ratio": Ratio}
-    if head.config.kind not in kinds:
-        raise UserError(f"kind of head: expected one of {', '.join(kinds)}, got {head.config.kind!r}")
+    refuse_unknown("kind of head", head.config.kind, kinds)
     make = kinds[head.config.kind]
     return _table(trial, rule, {("threshold", h): make(head, h) for h in THRESHOLDS}, watch)
 
@@ -133,15 +114,6 @@ def _table(
             made.append({name: value, **trial.rates(stopper, rule)})
             tick(number, tokens=int(made[-1]["tokens"]))
     return made
-
-
-def remembered(file: Path, make: Callable[[], Any]) -> Any:
-    """The content of a JSON file, which is made and written if it does not exist; so a resumed run repeats nothing."""
-    if not file.exists():
-        made = make()
-        with whole_file(file) as work:
-            work.write_text(json.dumps(made), encoding="utf-8")
-    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def with_latency(rows: Sequence[dict[str, Any]], costs: PassCosts) -> list[dict[str, Any]]:
@@ -167,8 +139,7 @@ def dominated(fixed: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]]) 
 def with_fixed_drafts(fixed: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The heads' rows with the verification rate of constant lengths at the same discard rate.
 
-    Between two lengths the rate is interpolated: a random choice between them reaches it. Outside the range of the
-    lengths it is None.
+    Between two lengths it is interpolated: a random choice between them reaches it. Outside of them it is None.
     """
     points = sorted((row["discard_rate"], row["verification_rate"]) for row in fixed)
 

@@ -12,16 +12,7 @@ _BYTES = 256
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int, *, positions: int) -> Any:
-    """A tokenizer with all bytes, one token that begins and ends a text, and the merges that shorten these texts most.
-
-    Args:
-        texts: the texts to learn merges from.
-        vocabulary: total number of tokens.
-        positions: longest sequence of the models that will use it.
-
-    Raises:
-        UserError: the vocabulary is too small for the bytes, or the texts give fewer tokens.
-    """
+    """A tokenizer with all bytes, one token that begins and ends a text, and the merges that shorten texts most."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 

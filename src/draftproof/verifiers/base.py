@@ -19,32 +19,26 @@ class Verifier(Protocol):
     @property
     def name(self) -> str:
         """The rule's name in Python, on the command line and in reports."""
-        ...
 
     @property
     def lossless(self) -> bool:
         """Whether the output distribution is exactly the target's."""
-        ...
 
     @property
     def branching(self) -> bool:
         """Whether the rule accepts drafts that branch."""
-        ...
 
     @property
     def point_masses(self) -> bool:
         """Whether the rule accepts drafts without probabilities."""
-        ...
 
     @property
     def constant_length(self) -> bool:
         """Whether the rule is exact only for drafts of one constant length."""
-        ...
 
     @property
     def shared_noise(self) -> bool:
         """Whether target and draft draw with the same noise, that of `draftproof.rng.NoiseRoundRng`."""
-        ...
 
     def verify(
         self,
@@ -61,4 +55,3 @@ class Verifier(Protocol):
             rng: source of randomness; its draws have one leading row for each draft.
             states: the `state` of each row's last verdict, None in its first round.
         """
-        ...

@@ -15,40 +15,19 @@ def last_token_verifier() -> ChainVerifier:
 
 
 def typical_verifier(epsilon: float = 0.09) -> ChainVerifier:
-    """Typical acceptance: keep tokens that are plausible under the target; q is not used.
-
-    Args:
-        epsilon: probability above which a token is always kept, 0 to 1.
-
-    Raises:
-        UserError: epsilon out of range.
-    """
+    """Typical acceptance: keep tokens above epsilon, or plausible under the target otherwise; q is not used."""
     _in_range("typical", epsilon, 1.0)
     return ChainVerifier(f"typical:{epsilon:g}", partial(typical_verify, epsilon=epsilon), lossless=False)
 
 
 def mixture_verifier(epsilon: float = 0.1) -> ChainVerifier:
-    """The fixed mixture (1 - epsilon) p + epsilon q at every drafted position.
-
-    Args:
-        epsilon: weight of q, 0 to 1.
-
-    Raises:
-        UserError: epsilon out of range.
-    """
+    """The fixed mixture (1 - epsilon) p + epsilon q at every drafted position, epsilon 0 to 1."""
     _in_range("mixture", epsilon, 1.0)
     return ChainVerifier(f"mixture:{epsilon:g}", partial(mixture_verify, epsilon=epsilon), lossless=False)
 
 
 def mentored_verifier(budget: float = 0.1) -> ChainVerifier:
-    """Mentored decoding: as much acceptance as a divergence budget allows.
-
-    Args:
-        budget: KL divergence allowed at each drafted position, in nats, 0 to 10.
-
-    Raises:
-        UserError: budget out of range.
-    """
+    """Mentored decoding: as much acceptance as a divergence budget allows, 0 to 10 nats at each drafted position."""
     _in_range("mentored", budget, 10.0)
     return ChainVerifier(
         f"mentored:{budget:g}", partial(mentored_verify, budget=budget), lossless=False, point_masses=False

@@ -20,11 +20,9 @@ from draftproof.tree import ROOT
 
 
 class TrieVerifier:
-    """A Verifier that applies a rule for tries; a single chain is a trie with one draw at each node.
+    """A Verifier that applies a rule for tries, a function such as `trie_block_on_tries`.
 
-    Args:
-        name: name of the rule.
-        rule: `trie_block_on_tries` or a function with its signature.
+    A single chain is a trie with one draw at each node.
     """
 
     branching = True

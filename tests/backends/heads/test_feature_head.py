@@ -13,12 +13,10 @@ from draftproof.backends.heads.feature_net import load_net, save_net
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.drafters.base import DraftRequest
-from draftproof.drafters.feature_head import FeatureModel, feature_drafter
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.sampling import probabilities
-from draftproof.stoppers.fixed import FixedLength
 from draftproof.tree import TokenTree
-from support.feature_heads import drafted, net_for
+from support.feature_heads import drafted, model_for, net_for
 from support.helpers import CONFIGS, assert_output_distribution, embedded_model, random_model, tiny_llama, tokenizer
 
 PROMPTS = ["Once upon a time", "The little dog", "One day, Tim and his mom went to the"]
@@ -194,7 +192,7 @@ def test_exact_output_distribution_on_a_real_model(chains, rule, ids):
 )
 def test_rows_are_those_of_the_whole_vocabulary_and_0_elsewhere(options):
     target, ids = fresh("target"), [1, 2, 5, 7, 40, 41, 200]
-    model = FeatureModel(target, net_for(target, ids=ids))
+    model = model_for(target, net_for(target, ids=ids))
     params = SamplingParams(**options)
     encode = lambda text: tokenizer()(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     bound = params.bind(vocab_size=target.vocab_size, prompt_ids=[1, 5], encode=encode)
@@ -217,11 +215,11 @@ def test_a_long_prompt_is_read_in_chunks():
     prompt = [(i * i) % 90 for i in range(600)]
     plain = Engine(fresh()).generate([prompt], greedy)[0]
     target = fresh()
-    model = FeatureModel(target, net_for(target))
-    out = Engine(target, feature_drafter(model, FixedLength(3))).generate([prompt], greedy)[0]
+    drafter = drafted(target, net_for(target), length=3)
+    out = Engine(target, drafter).generate([prompt], greedy)[0]
     assert out.token_ids == plain.token_ids
     assert out.stats.num_draft_tokens > 0
-    owner, net = target.open(), model.backend
+    owner, net = target.open(), drafter.model.backend
     target.forward([Feed(owner, prompt)])
     one, many = net.follow(owner), net.follow(owner)
     rows = net.forward([Feed(one, [*prompt, 5])])[0].logits

@@ -11,11 +11,10 @@ import torch
 from draftproof.backends.heads.published.eagle3 import eagle3_backend
 from draftproof.backends.heads.published.peagle import PEagleBackend
 from draftproof.backends.hf.backend import HFBackend
-from draftproof.training.eagle3_net import Eagle3Module
+from draftproof.training.eagle3_net import Eagle3Module, PEagleModule
 from draftproof.training.feature_head import make_feature_head
 from draftproof.training.feature_loss import Frame, steps, target_rows
 from draftproof.training.feature_rows import Row, Store
-from draftproof.training.peagle_net import PEagleModule
 from support.helpers import CONFIGS, random_model
 from support.small_heads import job, random_net, write, write_texts
 

@@ -17,9 +17,7 @@ from draftproof.backends.hf.native_modules import QuantizedExperts
 from draftproof.backends.hf.quantized_modules import QuantizedLinear, quantizing
 from draftproof.backends.products import packed_linear as packed
 from draftproof.backends.products.packed_linear import Product
-from draftproof.drafters.self_draft import QuantizedModel, self_drafter
 from draftproof.engine.registry import make_drafter, make_verifier
-from draftproof.stoppers.fixed import FixedLength
 from support.helpers import CONFIGS, RANGE, ROPE, random_model
 from support.native_levels import needs_native
 from support.pretend_cuda import OnDevice
@@ -185,7 +183,7 @@ def test_on_a_device_the_message_says_what_is_missing(change, words, monkeypatch
 @needs_native
 def test_chains_of_it_compose():
     target = HFBackend(random_model(CONFIGS["gemma3"]()), name="gemma3")
-    drafter = self_drafter(QuantizedModel(target, 8), FixedLength(3), chains=3)
+    drafter = drafted(target, 8, chains=3, length=3)
     params = SamplingParams(max_tokens=20, temperature=0)
     (out,) = Engine(target, drafter, make_verifier("trie_block")).generate([[5, 2]], params)
     (plain,) = Engine(target).generate([[5, 2]], params)

@@ -19,10 +19,10 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import point_chain
 from draftproof.drafters.none import NoDrafter
-from draftproof.drafters.self_draft import QuantizedModel, self_drafter
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.tree import TokenTree
+from support import quantized_drafts as quantized
 from support.architectures.check import disturbed
 from support.architectures.tiny import VOCAB, tiny_config, tiny_model
 from support.native_levels import needs_native
@@ -158,7 +158,7 @@ def test_recurrent_and_attention_models_draft_for_each_other(target, draft):
 @pytest.mark.parametrize("name", TYPES)
 def test_the_target_with_fewer_bits_drafts_from_the_targets_own_states(name, bits):
     target = backend(name)
-    drafter = self_drafter(QuantizedModel(target, bits), FixedLength(4))
+    drafter = quantized.drafted(target, bits)
     outputs = Engine(target, drafter, make_verifier("block")).generate(prompts(), GREEDY)
     assert [output.token_ids for output in outputs] == reference(name)
     drafted, accepted = (
@@ -175,7 +175,7 @@ def test_a_lent_session_that_shares_no_state_is_seen(monkeypatch):
         "state",
         property(lambda self: None if self._is_lent else self._marks[-1].state if self._marks else None),
     )
-    drafter = self_drafter(QuantizedModel(target, 8), FixedLength(4))
+    drafter = quantized.drafted(target, 8)
     outputs = Engine(target, drafter, make_verifier("block")).generate(prompts(), GREEDY)
     assert [output.token_ids for output in outputs] == reference("lfm2"), "drafts change no output"
     assert sum(output.stats.num_accepted_tokens for output in outputs) < 0.5 * sum(

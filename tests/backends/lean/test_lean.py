@@ -29,16 +29,15 @@ from draftproof.backends.lean.traits import LLAMA, traits_of
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.in_memory import backend_in_memory
 from draftproof.backends.products.packed_linear import Part, packs
-from draftproof.drafters.self_draft import EarlyExitModel, self_drafter
 from draftproof.engine.registry import make_verifier
 from draftproof.models import resolve
 from draftproof.native.dispatch import VARIABLE
-from draftproof.stoppers.fixed import FixedLength
 from draftproof.tree import TokenTree
 from support.helpers import CONFIGS, ROPE, embedded_model, engine, plain_rows, random_model
 from support.lean_models import NATIVE, VARIANTS, WIDE, exercise, lean_backend, lively_model, rope
 from support.long_contexts import LONGROPE, phi3
 from support.programs import Program, run_program
+from support.quantized_drafts import early_exit
 
 PACKS = packs(torch.float32, "cpu")
 
@@ -336,8 +335,8 @@ def test_greedy_text_of_a_family_is_transformers_own():
         prompts = [[1, 2, 3], [7], [5, 9, 11, 4, 2, 8] * 7]
         greedy = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
         wanted = [transformers_text(reference(name), prompt, 30) for prompt in prompts]
-        drafters = {"plain": None, "early": self_drafter(EarlyExitModel(target, 1), FixedLength(4), chains=1)}
-        drafters["chains"] = self_drafter(EarlyExitModel(target, 1), FixedLength(3), chains=3)
+        drafters = {"plain": None, "early": early_exit(target, 1)}
+        drafters["chains"] = early_exit(target, 1, chains=3, length=3)
         for kind, drafter in drafters.items():
             made = Engine(target, drafter, make_verifier("trie_block" if kind == "chains" else "block"))
             assert [list(out.token_ids) for out in made.generate(prompts, greedy)] == wanted, (name, kind)
@@ -462,7 +461,7 @@ def test_greedy_output_of_the_embedded_pair_is_the_same_token_for_token():
 def test_greedy_output_with_early_exit_is_the_same_token_for_token():
     target = embedded_lean("target")
     plain = engine(draft=None)
-    drafter = self_drafter(EarlyExitModel(target, 3), FixedLength(4), chains=1)
+    drafter = early_exit(target, 3)
     made = Engine(target, drafter, plain.verifier, tokenizer=plain.tokenizer, eos_token_ids=(1, 2))
     outs = made.generate(PROMPTS, GREEDY)
     assert [out.token_ids for out in outs] == [out.token_ids for out in plain.generate(PROMPTS, GREEDY)]

@@ -21,7 +21,6 @@ from draftproof.backends.products.packed_linear import (
     Product,
     largest,
 )
-from draftproof.drafters.self_draft import QuantizedModel
 from draftproof.engine.registry import make_drafter, make_verifier, why_not
 from draftproof.native.operations import NEIGHBOURS
 from draftproof.native.tensors import BITS, GROUPS, STORED_BITS, Interleaved, Quantized
@@ -401,7 +400,7 @@ def test_a_rule_that_remembers_rounds_is_refused():
 @pytest.mark.slow
 def test_a_rule_that_remembers_rounds_would_not_be_exact(monkeypatch):
     target, rule = tiny(), "greedy_block"
-    monkeypatch.setattr(QuantizedModel, "stationary", True)
+    monkeypatch.setattr(QuantizedBackend, "stationary", True)
     with pytest.raises(AssertionError, match="the rules work on"):
         assert_output_distribution(target, lambda: drafted(target, length=2), rule, length=3, tolerance=1e-5)
 

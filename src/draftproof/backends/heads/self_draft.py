@@ -26,7 +26,12 @@ class SelfDraftBackend(SlotBackend):
         whole: the backend of the whole model.
         part: the smaller form, over the same cache.
         name: how errors and reports call it.
+
+    Attributes:
+        stationary: whether its probabilities after a text are the same in every round.
     """
+
+    stationary = True
 
     def __init__(self, whole: SlotBackend, part: SlotBackend, name: str) -> None:
         super().__init__(whole.facts, cache=whole.cache)
@@ -88,6 +93,9 @@ class EarlyExitBackend(SelfDraftBackend):
 class QuantizedBackend(SelfDraftBackend):
     """A backend's model with the weights of its linear layers quantized to 4 or 8 bits.
 
+    Inside a draft it reads keys that its own layers wrote. In the next round the accepted tokens have the target's
+    keys, and after the same text it has other probabilities. That matters only to rules that remember earlier rounds.
+
     Args:
         whole: the backend of the whole model; the cache is shared with it, and all other weights.
         bits: 4 or 8.
@@ -96,6 +104,8 @@ class QuantizedBackend(SelfDraftBackend):
     Raises:
         UserError: another number of bits, or a model that has no quantized form here.
     """
+
+    stationary = False
 
     def __init__(self, whole: SlotBackend, bits: int, part: SlotBackend | None = None) -> None:
         super().__init__(whole, part or whole.quantized(bits), f"{whole.name}, {bits} bits")

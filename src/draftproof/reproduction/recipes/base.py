@@ -35,16 +35,10 @@ class Mark(StrEnum):
 
 @dataclass(frozen=True)
 class PaperCell:
-    """A number of the paper beside ours.
+    """A number of the paper beside ours, with a mark and its reason (see the module).
 
-    Attributes:
-        row, column: of the cell.
-        paper: the paper's number.
-        ours: our number, or None.
-        tolerance: the largest difference for the mark `reproduced`.
-        mark: see the module.
-        reason: for the mark.
-        timed: whether our number is computed from times, which differ between runs.
+    `tolerance` is the largest difference for the mark `reproduced`. Timed numbers are computed from times, which differ
+    between runs.
     """
 
     row: str
@@ -59,15 +53,9 @@ class PaperCell:
 
 @dataclass(frozen=True)
 class OurNumber:
-    """Our number for a cell.
+    """Our number for a cell, the claims that the cell is part of, and why it differs from the paper's.
 
-    Attributes:
-        ours: the number.
-        tolerance: in the cell's unit; as a share of the paper's number if `relative`.
-        claims: the claims that the cell is part of.
-        why: why our number differs from the paper's.
-        relative: see tolerance.
-        timed: see `PaperCell`.
+    The tolerance is in the cell's unit, or a share of the paper's number if `relative`.
     """
 
     ours: Estimate
@@ -99,13 +87,7 @@ class OurRow:
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a figure.
-
-    Attributes:
-        label: in the legend.
-        x, y: its points.
-        error: lengths of the intervals below and above the points, if all points have one.
-    """
+    """A line of a figure; `error` has the intervals below and above the points, if all points have one."""
 
     label: str
     x: tuple[float, ...]
@@ -128,13 +110,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Figure:
-    """The data of a picture.
-
-    Attributes:
-        x, y: labels of the axes.
-        series: its lines.
-        bars: whether it is a bar chart.
-    """
+    """The data of a picture: labels of the axes, and lines or bars."""
 
     x: str
     y: str
@@ -144,14 +120,7 @@ class Figure:
 
 @dataclass
 class Outcome:
-    """The outcome of a recipe, made row by row.
-
-    Attributes:
-        paper: the paper's numbers.
-        rows, claims, notes, timed_claims: of ours.
-        cells: of the paper, with their marks.
-        figure: the data of a picture.
-    """
+    """The outcome of a recipe, made row by row: ours, and the paper's cells with their marks."""
 
     paper: PaperTable
     rows: list[OurRow] = field(default_factory=list)
@@ -182,12 +151,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A table or figure, and the function that measures our numbers for it.
+    """A table or figure of a paper, and the function that measures our numbers for it.
 
-    Attributes:
-        paper: the paper's numbers.
-        measure: measures ours.
-        how: "exact", "counts" (of sampled tokens) or "times".
+    `how` is "exact", "counts" (of sampled tokens) or "times".
     """
 
     paper: PaperTable
@@ -201,12 +167,7 @@ class Recipe:
 
 
 def mark_cells(paper: PaperTable, answers: Mapping[tuple[str, str], OurNumber | Missing]) -> list[PaperCell]:
-    """A marked cell for every value of a paper's table.
-
-    Args:
-        paper: the table.
-        answers: by (row, column), a row of ANY for the whole column.
-    """
+    """A marked cell for every value of a paper's table."""
     cells = []
     for row, values in paper.rows.items():
         for name, value in zip(paper.columns, values, strict=True):

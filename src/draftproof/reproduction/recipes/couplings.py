@@ -85,10 +85,7 @@ def figure1(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is s
 
 
 def binary(target: float, drafted: float, k: int) -> float:
-    """alpha_k of Bernoulli sources: min(b, 1 - (1 - a)^k) + min(1 - b, 1 - a^k).
-
-    Source: SpecTr, arXiv 2310.15141, appendix B.2.
-    """
+    """alpha_k of Bernoulli sources: min(b, 1 - (1 - a)^k) + min(1 - b, 1 - a^k) (SpecTr, arXiv 2310.15141, B.2)."""
     return min(target, 1 - (1 - drafted) ** k) + min(1 - target, 1 - drafted**k)
 
 
@@ -145,10 +142,7 @@ def figure3(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is s
 
 
 def compressed(p: Float[Tensor, " V"], q: Float[Tensor, " V"], top: int = 10) -> tuple[Tensor, Tensor]:
-    """Both distributions on the union of their likeliest tokens, renormalised.
-
-    Source: SpecTr, arXiv 2310.15141, appendix D.2.
-    """
+    """Both distributions on the union of their likeliest tokens, renormalised (SpecTr, arXiv 2310.15141, D.2)."""
     kept = torch.tensor(sorted({*p.topk(top).indices.tolist(), *q.topk(top).indices.tolist()}))
     return p[kept].double() / p[kept].double().sum(), q[kept].double() / q[kept].double().sum()
 

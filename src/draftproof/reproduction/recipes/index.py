@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from draftproof.errors import UserError
+from draftproof.errors import refuse_unknown
 from draftproof.reproduction.recipes import (
     block_verification,
     block_verification_v1,
@@ -36,12 +36,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def chosen(names: Sequence[str]) -> list[Recipe]:
-    """Recipes by name, in the order of the list; all recipes if no name is given.
-
-    Raises:
-        UserError: an unknown name.
-    """
+    """Recipes by name, in the order of the list; all recipes if no name is given."""
     for name in names:
-        if name not in RECIPES:
-            raise UserError(f"recipe: expected one of {', '.join(RECIPES)}, got {name!r}")
+        refuse_unknown("recipe", name, RECIPES)
     return [recipe for name, recipe in RECIPES.items() if not names or name in names]

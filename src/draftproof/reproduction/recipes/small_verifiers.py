@@ -19,15 +19,7 @@ from draftproof.reproduction.claims import Claim, Kind, claim, exact_claim
 from draftproof.reproduction.draft_samples import DraftSamples, profile_samples, trained_head
 from draftproof.reproduction.experiments import OPENINGS, SMALL, Experiments
 from draftproof.reproduction.paper_tables import paper_tables
-from draftproof.reproduction.recipes.base import (
-    ANY,
-    Answers,
-    Figure,
-    OurNumber,
-    Outcome,
-    Recipe,
-    Series,
-)
+from draftproof.reproduction.recipes.base import ANY, Answers, Figure, OurNumber, Outcome, Recipe, Series
 from draftproof.reproduction.recipes.sprinter import METHODS, milliseconds, wins_over
 from draftproof.reproduction.recipes.sums import RunSums, resampled
 from draftproof.theory.sprinter import expected_accepted, expected_stopping_time

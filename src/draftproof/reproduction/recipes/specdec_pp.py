@@ -22,15 +22,7 @@ from draftproof.reproduction.draft_samples import (
 )
 from draftproof.reproduction.experiments import OPENINGS, SMALL, Experiments
 from draftproof.reproduction.paper_tables import paper_tables
-from draftproof.reproduction.recipes.base import (
-    CLOSE,
-    Answers,
-    Figure,
-    OurNumber,
-    Outcome,
-    Recipe,
-    Series,
-)
+from draftproof.reproduction.recipes.base import CLOSE, Answers, Figure, OurNumber, Outcome, Recipe, Series
 from draftproof.stoppers.trained import Acceptance
 from draftproof.testing import TableModel
 from draftproof.theory.cost import PassCosts

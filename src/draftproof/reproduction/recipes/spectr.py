@@ -17,15 +17,7 @@ from draftproof.reproduction.claims import Claim, Kind, claim
 from draftproof.reproduction.expected_accepted import key
 from draftproof.reproduction.experiments import SMALL, Experiments, PairNames
 from draftproof.reproduction.paper_tables import paper_tables
-from draftproof.reproduction.recipes.base import (
-    CLOSE,
-    Answers,
-    Figure,
-    OurNumber,
-    Outcome,
-    Recipe,
-    Series,
-)
+from draftproof.reproduction.recipes.base import CLOSE, Answers, Figure, OurNumber, Outcome, Recipe, Series
 from draftproof.reproduction.recipes.sums import AtPlaces, between, efficiency, several, why_other
 from draftproof.tree import TokenTree
 
@@ -140,8 +132,7 @@ def table1(experiments: Experiments) -> Outcome:
 def _passes(experiments: Experiments, pair: PairNames) -> dict[str, list[float]]:
     """Seconds of passes by length x batch, from the records if they exist."""
     key = {"pair": pair.label, "dtype": pair.dtype}
-    found: dict[str, list[float]] = experiments.cached("passes", key, lambda: _time_passes(experiments, pair))
-    return found
+    return experiments.cached("passes", key, lambda: _time_passes(experiments, pair))
 
 
 def _time_passes(experiments: Experiments, pair: PairNames) -> dict[str, list[float]]:

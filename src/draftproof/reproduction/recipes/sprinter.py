@@ -16,15 +16,7 @@ from draftproof.reproduction.claims import Claim, Kind, claim, column
 from draftproof.reproduction.draft_samples import model_pair
 from draftproof.reproduction.experiments import SMALL, Experiments, PairNames, PlannedRun
 from draftproof.reproduction.paper_tables import paper_tables
-from draftproof.reproduction.recipes.base import (
-    ANY,
-    OTHER_SECONDS,
-    Answers,
-    Missing,
-    OurNumber,
-    Outcome,
-    Recipe,
-)
+from draftproof.reproduction.recipes.base import ANY, OTHER_SECONDS, Answers, Missing, OurNumber, Outcome, Recipe
 from draftproof.reproduction.recipes.sums import RunSums, less
 from draftproof.training.responses import Response
 from draftproof.training.sprinter import drift
@@ -57,8 +49,7 @@ def likelihoods(experiments: Experiments, run: PlannedRun) -> list[float]:
         with torch.inference_mode():
             return model_pair(experiments, SMALL).log_likelihoods(answers_of(experiments, run))
 
-    found: list[float] = experiments.cached("likelihood", run, score)
-    return found
+    return experiments.cached("likelihood", run, score)
 
 
 def quality_sums(experiments: Experiments, runs: Sequence[PlannedRun]) -> RunSums:

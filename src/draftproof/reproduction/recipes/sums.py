@@ -19,9 +19,7 @@ from draftproof.reproduction.recipes.base import implied_acceptance
 class RunSums:
     """For each prompt the counts of several runs, summed over seeds; columns run after run.
 
-    Args:
-        parts: the rows of each run.
-        fields: of the rows; "seconds" are those of a whole answer.
+    The field "seconds" is the time of a whole answer.
     """
 
     def __init__(self, parts: Sequence[Sequence[Row]], fields: Sequence[str] = (*COUNTS, "seconds")) -> None:
@@ -81,13 +79,7 @@ def less(one: Statistic, other: Statistic) -> Statistic:
 
 
 class AtPlaces:
-    """Sums over positions of the expected accepted tokens in each column.
-
-    Args:
-        experiments: makes the measurements.
-        places: the positions.
-        columns: names of the columns.
-    """
+    """Sums over positions of the expected accepted tokens in each column."""
 
     def __init__(self, experiments: Experiments, places: Places, columns: Sequence[str]) -> None:
         self.columns = list(columns)

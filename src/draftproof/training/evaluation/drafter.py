@@ -15,6 +15,7 @@ from draftproof.backends.heads.feature_net import FeatureNet, load_net, save_net
 from draftproof.backends.hf.truncate import first_layers
 from draftproof.backends.loading.by_name import Loaded, load_backend, refuse_gguf
 from draftproof.backends.loading.tokenization import load_tokenizer
+from draftproof.backends.model_info import end_tokens
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.errors import UserError
@@ -26,6 +27,7 @@ from draftproof.training.data import read_examples, split
 from draftproof.training.evaluation.pair import about
 from draftproof.training.feature_loss import Frame, acceptance, target_rows
 from draftproof.training.feature_rows import Row, StateRows, Store, windows
+from draftproof.training.responses import instruction_ids
 from draftproof.training.sweep import pass_costs, total_stats
 
 HEAD, UNTRAINED, LOOKUP = "feature head", "the same, untrained", "lookup"
@@ -62,11 +64,7 @@ class DrafterOptions:
 
 
 def evaluate_drafter(options: DrafterOptions, *, watch: Watch = silent) -> Results:
-    """Acceptance along known tokens and tokens per target call, on held-out text and on the target's own answers.
-
-    Raises:
-        UserError: no such head, model or file, or files without held-out prompts.
-    """
+    """Acceptance along known tokens and tokens per target call, on held-out text and on the target's own answers."""
     facts = run_facts()
     refuse_gguf(options.target, "the evaluation of a feature head")
     target = load_backend(options.target, dtype=options.dtype)
@@ -120,22 +118,14 @@ def _exit(options: DrafterOptions) -> str:
 def _engine(target: Loaded, tokenizer: Any, drafter: str | None) -> Engine:
     """The target with a drafter of four tokens."""
     part = None if drafter is None else make_drafter(drafter, target=target, draft=None, stopper="fixed:4")
-    ends = tuple(dict.fromkeys((*target.eos_token_ids, tokenizer.eos_token_id)))
+    ends = end_tokens(target.eos_token_ids, tokenizer.eos_token_id)
     return Engine(target, part, make_verifier("block"), tokenizer=tokenizer, eos_token_ids=ends, max_batch=8)
 
 
 def held_out_text(
     files: Sequence[Path], form: str, tokenizer: Any, seed: int, trials: int
 ) -> tuple[list[Row], list[list[int]]]:
-    """Windows of held-out text, and openings of the first `trials` of them.
-
-    Args:
-        files: read whole.
-        form: how texts are separated in .txt files.
-        tokenizer: the target's.
-        seed: decides the windows.
-        trials: number of openings.
-    """
+    """Windows of held-out text, chosen by the seed, and openings of the first `trials` of them."""
     texts = [example.text for example in read_examples(files, form=form, opening=0)[0]]
     rows = windows(texts, tokenizer, length=WINDOW, most=WINDOWS, seed=100 + seed)
     return rows, [list(row.tokens[:64]) for row in rows[:trials]]
@@ -144,23 +134,10 @@ def held_out_text(
 def own_answers(
     files: Sequence[Path], target: Loaded, tokenizer: Any, seed: int, trials: int
 ) -> tuple[list[Row], list[list[int]]]:
-    """The target's answers to held-out instructions, and the first `trials` of those instructions.
-
-    Args:
-        files: instructions, of which the tenth for tests is read.
-        target: it answers.
-        tokenizer: the target's.
-        seed: of the answers.
-        trials: number of instructions to return.
-
-    Raises:
-        UserError: no held-out instruction is short enough.
-    """
+    """The target's answers to held-out instructions (the tenth for tests), and the first `trials` instructions."""
     plain = _engine(target, tokenizer, None)
-    texts = [example.text for example in split(read_examples(files, opening=0)[0])["test"]]
-    chat = getattr(tokenizer, "chat_template", None)
-    ids = [plain.encode([{"role": "user", "content": text}] if chat else text)[1] for text in texts]
-    ids = [row for row in ids if len(row) < 128][:WINDOWS]
+    examples = split(read_examples(files, opening=0)[0])["test"]
+    ids = [row for row in (instruction_ids(plain, each.text) for each in examples) if len(row) < 128][:WINDOWS]
     if not ids:
         raise UserError("no held-out instruction of less than 128 tokens: give more instructions with --prompts")
     params = [SamplingParams(max_tokens=ANSWER, seed=1000 * seed + number) for number in range(len(ids))]

@@ -82,11 +82,7 @@ class HeadOptions:
     tokens: int = 128
 
     def load(self) -> dict[str, Head]:
-        """The heads by kind.
-
-        Raises:
-            UserError: none in the directory, or none ships for the draft model.
-        """
+        """The heads by kind."""
         where = self.heads or SHIPPED_HEADS.get(self.draft)
         if where is None:
             raise UserError(f"no head ships for the draft model {self.draft!r}: name their directory with --heads")
@@ -97,11 +93,7 @@ class HeadOptions:
 
 
 def evaluate_heads(options: HeadOptions, *, watch: Watch = silent) -> Results:
-    """Predictions, stopping and quality of every head, for each seed.
-
-    Raises:
-        UserError: no such head, model or file.
-    """
+    """Predictions, stopping and quality of every head, for each seed."""
     facts, heads = run_facts(), options.load()
     found: Figures = {"evaluated": [], "stopping": [], "sprinter": [], "predicted": []}
     with watch("evaluating", len(options.seeds) * len(heads), 0) as tick:

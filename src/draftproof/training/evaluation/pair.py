@@ -52,11 +52,7 @@ class PairOptions:
 
 
 def evaluate_pair(options: PairOptions, *, watch: Watch = silent) -> Results:
-    """Bits per byte and acceptance of both models, and tokens per target call in the engine.
-
-    Raises:
-        UserError: models that do not fit together, or files without held-out text.
-    """
+    """Bits per byte and acceptance of both models, and tokens per target call in the engine."""
     facts, names = run_facts(), (options.target, options.draft)
     for name in names:
         refuse_gguf(name, "the evaluation of a pair")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from draftproof import models
-from draftproof.backends.loading.by_name import load_model, refuse_gguf
+from draftproof.backends.loading.by_name import load_backend, refuse_gguf
 from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
@@ -21,10 +19,13 @@ from draftproof.provenance import run_facts, without_directory
 from draftproof.results import Results, table
 from draftproof.sampling import SamplingParams
 from draftproof.training.data import Example, read_examples, read_text, split
+from draftproof.training.features import ModelPair
+from draftproof.training.responses import Response
 
 _WORD = re.compile(r"[a-z]+(?:'[a-z]+)*")
 REAL = "the texts themselves"
 Continuations = list[tuple[str, str]]  # openings and their continuations
+Judge = Callable[[Continuations], float]
 
 
 @dataclass(frozen=True)
@@ -57,17 +58,13 @@ class TextOptions:
 
 
 def evaluate_text(options: TextOptions, *, watch: Watch = silent) -> Results:
-    """Bits per byte under the judge, and the share of words that no known text has.
-
-    Raises:
-        UserError: no such model or file, or no held-out text.
-    """
+    """Bits per byte under the judge, and the share of words that no known text has."""
     facts = run_facts()
     examples = split(read_examples(options.texts, form=options.form)[0])["test"][: options.count]
     if not examples:
         raise UserError("no held-out text: give more text")
     known = _known_words(options)
-    judge = _Judge(options.judge)
+    judge = _judge(options)
     real = [(each.prompt, _cut(each.text[len(each.prompt) :], options.size)) for each in examples]
     rows = [_row(REAL, real, judge, known)]
     samples: dict[str, Continuations] = {}
@@ -107,29 +104,25 @@ def _continuations(
     return [(each.prompt, _cut(out.text, options.size)) for each, out in zip(examples, outputs, strict=True)]
 
 
-class _Judge:
-    """A model that reads: bits per byte of continuations."""
+def _judge(options: TextOptions) -> Judge:
+    """Bits per byte of continuations, under the model that reads."""
+    refuse_gguf(options.judge, "a judge of texts")
+    tokenizer = load_tokenizer(models.resolve(options.judge))
+    model = load_backend(options.judge, dtype="float32")
+    pair = ModelPair(model, model, SamplingParams())
 
-    def __init__(self, name: str) -> None:
-        refuse_gguf(name, "a judge of texts")
-        source = models.resolve(name)
-        self._tokenizer = load_tokenizer(source)
-        self._model: Any = load_model(source, dtype="float32").eval()
-
-    @torch.inference_mode()
-    def __call__(self, pairs: Continuations) -> float:
-        bits, size = 0.0, 0
+    def bits_per_byte(pairs: Continuations) -> float:
+        rows = []
         for opening, text in pairs:
-            given = self._tokenizer(_cut(opening, len(opening)))["input_ids"]
-            ids = given + self._tokenizer(text, add_special_tokens=False)["input_ids"]
-            logits = self._model(input_ids=torch.tensor([ids])).logits[0, len(given) - 1 : -1].float()
-            found = logits.log_softmax(-1)[torch.arange(len(ids) - len(given)), torch.tensor(ids[len(given) :])]
-            bits -= float(found.sum()) / math.log(2)
-            size += len(text.encode())
-        return bits / max(size, 1)
+            given = tokenizer(_cut(opening, len(opening)))["input_ids"]
+            rows.append(Response(tuple(given), tuple(tokenizer(text, add_special_tokens=False)["input_ids"])))
+        likely = math.fsum(pair.log_likelihoods([row for row in rows if row.tokens]))
+        return -likely / math.log(2) / max(sum(len(text.encode()) for _, text in pairs), 1)
+
+    return bits_per_byte
 
 
-def _row(title: str, pairs: Continuations, judge: _Judge, known: set[str]) -> dict[str, Any]:
+def _row(title: str, pairs: Continuations, judge: Judge, known: set[str]) -> dict[str, Any]:
     words = [word for _, text in pairs for word in _words(text.rpartition(" ")[0])]  # the last word may be cut off
     coined = sum(word not in known for word in words)
     return {"text": title, "bits_per_byte": judge(pairs), "coined_words": coined / max(len(words), 1)}
