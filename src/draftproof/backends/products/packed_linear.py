@@ -393,8 +393,9 @@ class StoredProduct(Product):
 
     def dense(self) -> Float[Tensor, "out in"]:
         """See `Product`."""
-        if not self._matrices:  # outputs of inputs that are 1 once, which 8 bits hold
-            return self._multiply(torch.eye(self.weight.ins, dtype=self._operations.dtype), self.weight, None).t()
+        if not self._matrices:  # outputs of inputs that are 1 once, which 8 bits hold with a scale for each group
+            weight, ones = self.weight.by_group(), torch.eye(self.weight.ins, dtype=self._operations.dtype)
+            return self._multiply(ones, weight, None).t()
         return torch.cat([dense(each) for each in self._matrices])
 
 
