@@ -6,8 +6,13 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from draftproof.backends.base import Feed
+from draftproof.backends.loading.options import LoadOptions
+from draftproof.backends.loading.packed_checkpoint import read_packed
+from draftproof.tree import TokenTree
 from support.helpers import random_model
 
+IDS = [5, 9, 2, 7, 11, 3, 30, 41, 17, 8, 26, 77, 30, 31, 32]
 SHAPE = {
     "vocab_size": 97,
     "hidden_size": 256,
@@ -180,3 +185,16 @@ def checkpoint(folder, method, group=128, kind="llama", config=None):
     if method != "float":
         del model.config.quantization_config
     return model
+
+
+def logits_of(backend):
+    session = backend.open()
+    return backend.forward([Feed(session, IDS[:1], TokenTree.chain(torch.tensor(IDS[1:])))])[0].logits
+
+
+def off(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+def read(folder, **changes):
+    return read_packed(str(folder), "x", LoadOptions(**{"dtype": "float32", **changes}))

@@ -18,11 +18,9 @@ from draftproof.backends.loading.packed_checkpoint import read_packed
 from draftproof.backends.loading.packed_weights import grouped
 from draftproof.backends.products.packed_linear import dense
 from draftproof.drafters.ngram import NgramDrafter
-from draftproof.tree import TokenTree
 from support.helpers import random_model
-from support.packed_checkpoints import CONFIGS, SHAPE, checkpoint, in_four_bits
+from support.packed_checkpoints import CONFIGS, IDS, SHAPE, checkpoint, in_four_bits, logits_of, off, read
 
-IDS = [5, 9, 2, 7, 11, 3, 30, 41, 17, 8, 26, 77, 30, 31, 32]
 OSS = {
     **SHAPE,
     "num_local_experts": 4,
@@ -66,19 +64,6 @@ def oss_checkpoint(folder, **changes):
     model.config.save_pretrained(folder)
     del model.config.quantization_config
     return model
-
-
-def logits_of(backend):
-    session = backend.open()
-    return backend.forward([Feed(session, IDS[:1], TokenTree.chain(torch.tensor(IDS[1:])))])[0].logits
-
-
-def off(found, expected):
-    return float((found - expected).norm() / expected.norm())
-
-
-def read(folder, **changes):
-    return read_packed(str(folder), "x", LoadOptions(**{"dtype": "float32", **changes}))
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
@@ -183,7 +168,7 @@ def test_tensors_that_would_be_left_unread_and_a_config_of_another_kind_are_said
         ({"tie_word_embeddings": True}, "an output layer of its own"),
         ({"intermediate_size": 256}, None),
         ({"num_attention_heads": 8, "head_dim": None}, "do not fit: model.layers.0.self_attn.k_proj.weight"),
-        ({"model_type": "gpt2"}, "its architecture is 'gpt2'"),
+        ({"model_type": "gpt2"}, "down_proj.weight of shape (256, 512) is no linear layer of the model"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
         assert (read(tmp_path) is None) == (why is not None), change

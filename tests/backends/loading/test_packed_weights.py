@@ -13,31 +13,25 @@ from draftproof.backends.base import Feed
 from draftproof.backends.lean.native_layers import NativeLayers
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
-from draftproof.backends.loading.packed_checkpoint import read_packed
 from draftproof.backends.loading.packed_weights import PackedWeights, in_bytes
 from draftproof.backends.products.packed_linear import StoredProduct, dense
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.native.ggml import INT8_BY_ROW
-from draftproof.tree import TokenTree
-from support.packed_checkpoints import CONFIGS, SHAPE, checkpoint, in_eight_bits, round_rows
+from support.packed_checkpoints import (
+    CONFIGS,
+    IDS,
+    SHAPE,
+    checkpoint,
+    in_eight_bits,
+    logits_of,
+    off,
+    read,
+    round_rows,
+)
 
-IDS = [5, 9, 2, 7, 11, 3, 30, 41, 17, 8, 26, 77, 30, 31, 32]
 EXACT = ("nf4", "nf4-nested", "fp4")  # inputs are the method's own, so only the order of sums differs
 ROUNDED = ("int8", "w8a16", "w8a16-packed")
 PLACE = "model.layers.0.mlp.down_proj"
-
-
-def logits_of(backend):
-    session = backend.open()
-    return backend.forward([Feed(session, IDS[:1], TokenTree.chain(torch.tensor(IDS[1:])))])[0].logits
-
-
-def off(found, expected):
-    return float((found - expected).norm() / expected.norm())
-
-
-def read(folder, **changes):
-    return read_packed(str(folder), "x", LoadOptions(**{"dtype": "float32", **changes}))
 
 
 def expected_of(model):

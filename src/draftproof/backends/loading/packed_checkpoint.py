@@ -19,13 +19,16 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from draftproof import native
+from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.windows import FULL, SLIDING
 from draftproof.backends.lean.backend import LeanForward
 from draftproof.backends.lean.checkpoint import Weights
 from draftproof.backends.lean.traits import UnreadError
+from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.gguf_model import Family, architecture_of, family_of
 from draftproof.backends.loading.gguf_rotary import own_frequencies
 from draftproof.backends.loading.options import LoadOptions
+from draftproof.backends.loading.packed_layers import PackedLayers
 from draftproof.backends.loading.packed_weights import METHODS, PackedWeights
 from draftproof.backends.model_info import ModelInfo, end_tokens
 from draftproof.backends.new_weights import misfit
@@ -51,8 +54,10 @@ _KEYS = {
 }
 
 
-def read_packed(where: str, name: str, options: LoadOptions) -> LeanForward | None:
+def read_packed(where: str, name: str, options: LoadOptions) -> SlotBackend | None:
     """The model in a checkpoint of one of the methods; None where it is another kind, or transformers reads it.
+
+    A model that has no lean forward here is transformers' own with linear layers of ours.
 
     Args:
         where: directory or hub id of the checkpoint.
@@ -65,12 +70,17 @@ def read_packed(where: str, name: str, options: LoadOptions) -> LeanForward | No
     if dtype is None:
         return None
     try:
-        return _read(_folder(where), name, config, dtype, options)
+        if method == _MXFP4 or config.get("model_type") in _FAMILIES:
+            return _read(_folder(where), name, config, dtype, options)
+        layers = _layers(where, config, dtype, options)
     except UnreadError as cause:
         _log.warning("%s is read by transformers and the packages of %s: %s", name, method, cause)
+        return None
     except (KeyError, OSError, SafetensorError, TypeError, ValueError) as cause:
         _log.warning("%s is read by transformers and the packages of %s: %s is missing or odd", name, method, cause)
-    return None
+        return None
+    changed = {"dtype": str(dtype).removeprefix("torch."), "quantization_config": layers}
+    return load_backend(name, **{**options.of_transformers, **changed})
 
 
 def _config(where: str) -> dict[str, Any]:
@@ -98,13 +108,28 @@ def _folder(where: str) -> Path:
     return Path(snapshot_download(where, allow_patterns=patterns, cache_dir=constants.HF_HUB_CACHE))
 
 
-def _read(folder: Path, name: str, config: Mapping[str, Any], dtype: torch.dtype, options: LoadOptions) -> LeanForward:
-    kind, fields = config.get("model_type"), config["quantization_config"]
-    known = (_OSS,) if fields["quant_method"] == _MXFP4 else tuple(_FAMILIES)
-    if kind not in known:
-        raise UnreadError(f"its architecture is {kind!r}, not one of {', '.join(known)}")
+def _layers(where: str, config: Mapping[str, Any], dtype: torch.dtype, options: LoadOptions) -> PackedLayers:
+    """The packed matrices as linear layers for transformers' own model."""
+    if options.backend != "auto":
+        raise UnreadError(f"its architecture is {config.get('model_type')!r}, not one of {', '.join(_FAMILIES)}")
+    _require_native(dtype)
+    fields, dense = config["quantization_config"], options.activations == "float"
+    weights = PackedWeights(_folder(where), fields, dtype, dense=dense)
+    if options.check and (why := weights.why_not_exact()) is not None:
+        raise UnreadError(why)
+    return PackedLayers.of(where, weights)
+
+
+def _require_native(dtype: torch.dtype) -> None:
     if native.operations_for(torch.empty(0, dtype=dtype)) is None:
         raise UnreadError(f"native operations are off or not available for {dtype} ({native.VARIABLE})")
+
+
+def _read(folder: Path, name: str, config: Mapping[str, Any], dtype: torch.dtype, options: LoadOptions) -> LeanForward:
+    kind, fields = config.get("model_type"), config["quantization_config"]
+    if fields["quant_method"] == _MXFP4 and kind != _OSS:
+        raise UnreadError(f"its architecture is {kind!r}, not {_OSS}")
+    _require_native(dtype)
     if config.get("use_sliding_window"):
         raise UnreadError("some of its layers have a window")
     if config.get("hidden_act", "silu") != "silu":

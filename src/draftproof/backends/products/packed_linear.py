@@ -340,9 +340,11 @@ def fuse(owner: Any, names: Sequence[str], *, rows: Int[Tensor, " outs"] | None 
     return product
 
 
-def product_of(weight: StoredMatrix | Tensor, *, pack: bool = True) -> Product:
+def product_of(
+    weight: StoredMatrix | Tensor, bias: Float[Tensor, " out"] | None = None, *, pack: bool = True
+) -> Product:
     """The product with one matrix, plain or of few bits."""
-    return of_stored([weight], None) if isinstance(weight, StoredMatrix) else Product(weight, pack=pack)
+    return of_stored([weight], bias) if isinstance(weight, StoredMatrix) else Product(weight, bias, pack=pack)
 
 
 def of_stored(

@@ -372,10 +372,10 @@ typedef struct {
 /* Rows of a tile by the rows that are left: where there is no tile of so many, of more. */
 #ifdef WITH_AVX512
 #define GGML_TILES(DO, form) DO(form, 1, 1) DO(form, 1, 4) DO(form, 2, 1) DO(form, 2, 2) DO(form, 4, 1) DO(form, 6, 1) DO(form, 8, 1)
-enum { GGML_ROWS = 8, GGML_BLOCKS_OF_ONE = 4, GGML_BLOCKS_OF_TWO = 2 };
+enum { GGML_ROWS = 8, GGML_BLOCKS_OF_ONE = 4, GGML_BLOCKS_OF_TWO = 2, GGML_CHAINS = 2 };
 #else
 #define GGML_TILES(DO, form) DO(form, 1, 1) DO(form, 1, 2) DO(form, 2, 1) DO(form, 4, 1)
-enum { GGML_ROWS = 4, GGML_BLOCKS_OF_ONE = 2, GGML_BLOCKS_OF_TWO = 1 };
+enum { GGML_ROWS = 4, GGML_BLOCKS_OF_ONE = 2, GGML_BLOCKS_OF_TWO = 1, GGML_CHAINS = 1 };
 #endif
 static int ggml_tile_rows(long left) {
   const int rows = left > 6 ? 8 : left > 4 ? 6 : left > 2 ? 4 : (int)left;
@@ -437,7 +437,8 @@ INLINE floats ggml_sixteen_steps(ggml_form f, const uint8_t *steps, long g) {
   return f.is_wide ? load_bfloat16((const bfloat16 *)(steps + 32 * g)) : load_half(steps + 32 * g);
 }
 
-/* `ggml_tile` with levels, and with inputs as they are. Sums of a group are in order, then multiplied by its scale. */
+/* `ggml_tile` with levels, and with inputs as they are. Inputs of a group take turns among sums, so that additions need not wait
+   for one another, and these are multiplied by its scale. */
 INLINE void ggml_levels_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row, floats *sums, const int rows,
                              const int blocks, const ggml_form f) {
   const long next = ggml_block_size(f, ins), pieces = next / ggml_piece_size(f);
@@ -451,11 +452,13 @@ INLINE void ggml_levels_tile(const ggml_inputs *x, const uint8_t *w, long ins, l
     const uint8_t *steps = w + piece * ggml_piece_size(f), *body = steps + ggml_steps(f);
     const float *inputs = x->whole + row * x->padded + piece * f.group;
     const long ahead = ahead_of(w + next - body - ggml_numbers(f), (blocks - 1) * next);
-    floats part[8][4];
+    floats part[8][4][GGML_CHAINS];
 #pragma GCC unroll 8
     for (int m = 0; m < rows; m++)
 #pragma GCC unroll 4
-      for (int b = 0; b < blocks; b++) part[m][b] = zeros();
+      for (int b = 0; b < blocks; b++)
+#pragma GCC unroll 2
+        for (int chain = 0; chain < GGML_CHAINS; chain++) part[m][b][chain] = zeros();
     for (long line = 0; line < f.group / 8; line++, inputs += 8) {
       units places[4];
 #pragma GCC unroll 4
@@ -470,7 +473,8 @@ INLINE void ggml_levels_tile(const ggml_inputs *x, const uint8_t *w, long ins, l
           const floats level = level_of(table, places[b], 8 * (k % 4) + 4 * (k / 4));
 #pragma GCC unroll 8
           for (int m = 0; m < rows; m++)
-            part[m][b] = multiply_add(level, splat(inputs[m * x->padded + k]), part[m][b]);
+            part[m][b][k % GGML_CHAINS] =
+                multiply_add(level, splat(inputs[m * x->padded + k]), part[m][b][k % GGML_CHAINS]);
         }
       }
     }
@@ -479,7 +483,10 @@ INLINE void ggml_levels_tile(const ggml_inputs *x, const uint8_t *w, long ins, l
       const floats scale = ggml_sixteen_steps(f, steps + b * next, 0);
       __builtin_prefetch(steps + b * next + ahead);
 #pragma GCC unroll 8
-      for (int m = 0; m < rows; m++) sum[m][b] = multiply_add(part[m][b], scale, sum[m][b]);
+      for (int m = 0; m < rows; m++) {
+        const floats whole = GGML_CHAINS > 1 ? add(part[m][b][0], part[m][b][GGML_CHAINS - 1]) : part[m][b][0];
+        sum[m][b] = multiply_add(whole, scale, sum[m][b]);
+      }
     }
   }
 #pragma GCC unroll 8
