@@ -126,7 +126,7 @@ def _require_native(dtype: torch.dtype) -> None:
 
 
 def _read(folder: Path, name: str, config: Mapping[str, Any], dtype: torch.dtype, options: LoadOptions) -> LeanForward:
-    kind, fields = config.get("model_type"), config["quantization_config"]
+    kind, fields = config["model_type"], config["quantization_config"]
     if fields["quant_method"] == _MXFP4 and kind != _OSS:
         raise UnreadError(f"its architecture is {kind!r}, not {_OSS}")
     _require_native(dtype)

@@ -84,7 +84,7 @@ def _config_class() -> Any:
 
     class PackedConfig(QuantizationConfigMixin):
         def __init__(self, given: PackedLayers) -> None:
-            self.quant_method = PACKED
+            self.quant_method: Any = PACKED
             self.given = given
 
         def to_dict(self) -> dict[str, Any]:
@@ -92,6 +92,7 @@ def _config_class() -> Any:
 
     @register_quantizer(PACKED)
     class PackedQuantizer(HfQuantizer):
+        quantization_config: PackedConfig
         is_trainable = False
 
         def is_serializable(self) -> bool:
