@@ -1,6 +1,7 @@
 """Checkpoints of GPTQ, AWQ and compressed-tensors, read natively: logits over the numbers that their formats define."""
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from draftproof.backends.lean.traits import UnreadError
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.packed_checkpoint import read_packed
-from draftproof.backends.loading.packed_weights import grouped
+from draftproof.backends.loading.packed_weights import PackedWeights, grouped
 from draftproof.backends.products.packed_linear import dense
 from draftproof.drafters.ngram import NgramDrafter
 from support.helpers import random_model
@@ -189,6 +190,22 @@ def test_it_is_left_to_transformers_where_that_was_asked_for_or_nothing_is_packe
     changed(tmp_path, quant_method="bitsandbytes")
     assert read(tmp_path) is None
     assert read(tmp_path / "nowhere") is None
+
+
+def test_layers_are_read_when_they_are_laid_out(tmp_path, monkeypatch):
+    """So that only this one and the one before are in memory as they are stored."""
+    checkpoint(tmp_path, "w8a8", config=transformers.LlamaConfig(**{**SHAPE, "num_hidden_layers": 4}))
+    own, made, alive = PackedWeights.matrix, [], []
+
+    def seen(weights, stem):
+        matrix = own(weights, stem)
+        made.append(weakref.ref(matrix))
+        alive.append(sum(each() is not None for each in made))
+        return matrix
+
+    monkeypatch.setattr(PackedWeights, "matrix", seen)
+    read(tmp_path, check=False)
+    assert (len(made), max(alive)) == (4 * 7, 2 * 7)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 512])

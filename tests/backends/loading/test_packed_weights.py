@@ -135,7 +135,7 @@ def test_w8a8_is_the_product_of_compressed_tensors(tmp_path):
     helpers = pytest.importorskip("compressed_tensors.quantization.utils.helpers")
     forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
     inputs = quantization.QuantizationArgs(num_bits=8, strategy="token", dynamic=True, symmetric=True)
-    x = torch.randn(7, 256, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(1, 7, 256, generator=torch.Generator().manual_seed(1))  # rows alone would have one scale
     scale, zero = helpers.compute_dynamic_scales_and_zp(x, inputs, None)
     rounded = forward.fake_quantize(x, scale, zero, inputs)
     made, weight = in_eight_bits(torch.randn(64, 256, generator=torch.Generator().manual_seed(2)), "w8a8")
@@ -213,6 +213,15 @@ def test_odd_tensors_are_said(method, kind, change, why, tmp_path, caplog):
     assert read(tmp_path) is None
     assert len(caplog.records) == 1
     assert re.search(why, caplog.text), caplog.text
+
+
+def test_whole_weights_beside_a_config_of_quantized_ones_are_said(tmp_path, caplog):
+    checkpoint(tmp_path, "float")
+    config = json.loads((tmp_path / "config.json").read_text())
+    fields = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": fields}))
+    assert read(tmp_path) is None
+    assert "none of its matrices is packed" in caplog.text
 
 
 def test_zero_points_of_symmetric_numbers(tmp_path, caplog):

@@ -44,7 +44,7 @@ class PackedWeights(Weights):
         packed: names of the packed matrices, without ".weight".
 
     Raises:
-        UnreadError: fields that are not known here.
+        UnreadError: fields that are not known here, or no packed matrix.
     """
 
     def __init__(self, folder: Path, fields: Mapping[str, Any], dtype: torch.dtype, *, dense: bool) -> None:
@@ -56,6 +56,8 @@ class PackedWeights(Weights):
         self.bits = self._method.bits
         ending = f".{self._method.marker}"
         self.packed = frozenset(name.removesuffix(ending) for name in self._files if name.endswith(ending))
+        if not self.packed:
+            raise UnreadError(f"it has no tensor whose name ends with {ending}: none of its matrices is packed")
 
     def __contains__(self, name: str) -> bool:
         return name in self._files or self._is_packed(name)
@@ -87,7 +89,7 @@ class PackedWeights(Weights):
 
     def why_not_exact(self) -> str | None:
         """Why native products with one of the packed matrices are not torch's; None where they are."""
-        return why_not_exact(self.matrix(min(self.packed))) if self.packed else None
+        return why_not_exact(self.matrix(min(self.packed)))
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor as it is stored."""
