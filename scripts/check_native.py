@@ -37,6 +37,7 @@ KINDS = ("sanitize", "emulate")
 FILES = (
     "native/test_native.py",
     "native/test_ggml.py",
+    "native/test_own_types.py",
     "native/test_rows.py",
     "backends/lean/test_mixture.py",
     "backends/products/test_quantized.py",

@@ -74,6 +74,10 @@ def refuse_unsuitable(model: Any, name: str) -> None:
         raise UndraftableError(f"{name}: transformers' {kind} {kept}: {ADVICE}")
 
 
+PACKED = "packed"
+"""The method of models whose linear layers are native products with the numbers of their checkpoint."""
+
+
 def quantization_method(model: Any) -> str | None:
     """Name of the method by which the weights of a checkpoint are quantized; None where they are not."""
     given = getattr(model.config, "quantization_config", None)

@@ -1,7 +1,7 @@
 """Matrices of few bits in their own numbers: as a checkpoint stores them, and as C reads them (c/ggml.h).
 
-A GGUF file keeps a row in blocks of 32 or 256 numbers with scales of their own, by one of ggml's types; GPTQ and AWQ
-keep groups with a scale. Nothing is rounded again here: a product reads the same numbers in another order.
+A GGUF file keeps a row in blocks of 32 or 256 numbers with scales of their own, by one of ggml's types; GPTQ, AWQ and
+others keep groups with a scale. Nothing is rounded again here: a product reads the same numbers in another order.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from torch import Tensor
 from draftproof.native.structures import GGML_SEGMENTS, GGMLArguments
 from draftproof.native.tensors import CPU, LANES, require
 
+BY_GROUP, BY_ROW, AS_FLOATS = INPUTS = ("a scale for each 32", "a scale for a row", "floats")
+"""How a product reads its inputs: in 8 bits with one of the two kinds of scales, or as they are."""
+
 
 @dataclass(frozen=True)
 class GGMLType:
@@ -29,6 +32,7 @@ class GGMLType:
         size: its bytes there.
         piece: inputs of a piece in C's order; others are padded.
         piece_size: bytes of the piece, for 16 outputs.
+        inputs: one of INPUTS.
     """
 
     name: str
@@ -36,6 +40,7 @@ class GGMLType:
     size: int
     piece: int
     piece_size: int
+    inputs: str = BY_GROUP
 
 
 TYPES = {
@@ -61,11 +66,21 @@ MXFP4 = 39
 WORDS = {32: 1032, 64: 1064, 128: 1128}
 """Types of our own for GPTQ and AWQ, by the inputs of a group: 4 bits, a float16 scale, the number for 0."""
 
+INT8, INT8_BY_ROW = 1208, 1209
+"""Types of our own: signed numbers of 8 bits, a float32 scale for each 128; a row of the second's inputs has one."""
+
+LEVELS = {"nf4": 1304, "fp4": 1305}
+"""Types of bitsandbytes' checkpoints: places in a table of 16 floats, a float32 scale for each 64, inputs in floats."""
+
 LAYOUTS = {
     **TYPES,
     1032: GGMLType("4 bits in groups of 32", 32, 19, 32, 384),
     1064: GGMLType("4 bits in groups of 64", 64, 35, 64, 640),
     1128: GGMLType("4 bits in groups of 128", 128, 67, 128, 1216),
+    INT8: GGMLType("int8", 32, 36, 128, 2112),
+    INT8_BY_ROW: GGMLType("int8 with inputs of 8 bits", 32, 36, 128, 2112, BY_ROW),
+    LEVELS["nf4"]: GGMLType("NF4", 64, 36, 64, 576, AS_FLOATS),
+    LEVELS["fp4"]: GGMLType("FP4", 64, 36, 64, 576, AS_FLOATS),
 }
 """All that C reads."""
 
@@ -167,6 +182,8 @@ class GGMLWeight:
     def __post_init__(self) -> None:
         if not 1 <= len(self.segments) <= GGML_SEGMENTS or any(each.outs % LANES for each in self.segments[:-1]):
             raise ValueError(f"{len(self.segments)} segments of {[each.outs for each in self.segments]} outputs")
+        if len({LAYOUTS[each.type].inputs for each in self.segments}) > 1:
+            raise ValueError("segments whose products read inputs in several ways")
         for each in self.segments:
             count, size = repacked_shape(each.outs, self.ins, each.type)
             require("blocks", each.blocks, torch.uint8, (self.matrices * count, size))
@@ -198,6 +215,11 @@ class GGMLWeight:
         """As `Interleaved.arguments`: address of a ggml_matrix, which this object keeps, and -1 in place of bits."""
         return ctypes.addressof(self._given), -1, 0
 
+    def by_group(self) -> GGMLWeight:
+        """The same numbers, whose inputs have no scale for a whole row."""
+        segments = (replace(each, type=INT8) if each.type == INT8_BY_ROW else each for each in self.segments)
+        return replace(self, segments=tuple(segments))
+
     @classmethod
     def joined(cls, parts: Sequence[GGMLWeight], matrices: int = 1) -> GGMLWeight:
         """Several weights with the same inputs as one, or as several of one form; `why_not_joined` must be None.
@@ -216,4 +238,6 @@ def why_not_joined(matrices: Sequence[StoredMatrix]) -> str | None:
         return f"{len(matrices)} matrices, of at most {GGML_SEGMENTS}"
     if any(each.outs % LANES for each in matrices[:-1]):
         return f"a matrix before the last has a number of outputs that is no multiple of {LANES}"
+    if len({LAYOUTS[each.type].inputs for each in matrices}) > 1:
+        return "matrices whose products read inputs in several ways"
     return None

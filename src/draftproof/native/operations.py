@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int, Int8, Int64
 from torch import Tensor
 
-from draftproof.native.ggml import LAYOUTS, GGMLWeight, Segment, StoredMatrix, repacked_shape
+from draftproof.native.ggml import INPUTS, LAYOUTS, GGMLWeight, Segment, StoredMatrix, repacked_shape
 from draftproof.native.structures import (
     AttentionArguments,
     LayerArguments,
@@ -47,8 +47,8 @@ def _require_same_layouts(sizes: Any) -> None:
         ValueError: it does not.
     """
     for kind, layout in LAYOUTS.items():
-        found = (ctypes.c_int64 * 4)()
-        expected = layout.elements, layout.size, layout.piece, layout.piece_size
+        found = (ctypes.c_int64 * 5)()
+        expected = layout.elements, layout.size, layout.piece, layout.piece_size, INPUTS.index(layout.inputs)
         if not sizes(kind, found) or tuple(found) != expected:
             raise ValueError(f"sizes of {layout.name}: {tuple(found)} in C, {expected} here")
 
@@ -301,7 +301,7 @@ class Operations:
         bias: Float[Tensor, " out"] | None = None,
         onto: Float[Tensor, "*rows out"] | None = None,
     ) -> Float[Tensor, "*rows out"]:
-        """`product` with a weight of few bits; inputs are rounded to 8 bits, with a scale for each 32 of a row.
+        """`product` with a weight of few bits, whose layouts say how inputs are rounded (`ggml.INPUTS`).
 
         Raises:
             ValueError: an argument of another type, device or shape.

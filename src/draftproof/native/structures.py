@@ -259,6 +259,6 @@ def quantized_inputs_size(rows: int, ins: int) -> int:
 
 
 def ggml_inputs_size(rows: int, ins: int) -> int:
-    """Bytes that suffice for the inputs of a product with weights of a GGUF file: numbers, and seven more for 32."""
+    """Bytes that suffice for the inputs of a product with weights of a GGUF file: float32, or less."""
     padded = -(-ins // GGML_PAD) * GGML_PAD
-    return 64 + max(rows, GGML_ROWS) * (padded + padded // 32 * 28)
+    return 64 + max(rows, GGML_ROWS) * padded * 4

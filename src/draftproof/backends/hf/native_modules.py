@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from draftproof import native
 from draftproof.backends.hf.truncate import put, shallow
-from draftproof.backends.model_info import quantization_method
+from draftproof.backends.model_info import PACKED, quantization_method
 from draftproof.backends.products.linear_layers import linear_layers, matrix_of
 from draftproof.backends.products.packed_linear import GROUP, Part
 from draftproof.native.operations import Operations
@@ -63,7 +63,7 @@ def multiplies_natively(model: Any) -> bool:
 
 
 def _may_be_copied(model: Any) -> bool:
-    if quantization_method(model) is not None or hasattr(model, "peft_config"):
+    if quantization_method(model) not in (None, PACKED) or hasattr(model, "peft_config"):
         return False
     modules = list(model.modules())
     if any(hasattr(each, "_hf_hook") or type(each).__module__.startswith("peft.") for each in modules):

@@ -7,7 +7,7 @@ forward before (`Architecture.of`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,7 +169,7 @@ class Architecture:
         head = SimpleNamespace(weight=embedding, bias=None, out_features=len(embedding))
         inner = SimpleNamespace(
             embed_tokens=SimpleNamespace(weight=embedding),
-            layers=[self._layer(weights, f"model.layers.{number}.") for number in range(self.layers)],
+            layers=_Layers(self.layers, lambda number: self._layer(weights, f"model.layers.{number}.")),
             norm=self._norm(weights, "model.norm"),
         )
         return SimpleNamespace(model=inner, lm_head=head if tied else _linear(weights, "lm_head"))
@@ -197,6 +197,22 @@ class Architecture:
 
     def _norm(self, weights: TensorsByName, name: str) -> SimpleNamespace:
         return SimpleNamespace(weight=weights[f"{name}.weight"], variance_epsilon=self.eps)
+
+
+@dataclass(frozen=True)
+class _Layers(Sequence[SimpleNamespace]):
+    """Layers that are read when they are asked for, so that few of them are in memory in two layouts."""
+
+    length: int
+    read: Callable[[int], SimpleNamespace]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, number: Any) -> Any:
+        if number >= self.length:
+            raise IndexError(number)
+        return self.read(number)
 
 
 def _linear(weights: TensorsByName, name: str) -> SimpleNamespace:

@@ -22,6 +22,7 @@ from draftproof.backends.lean.compiled import CompiledBackend
 from draftproof.backends.loading.adapters import base_of, with_adapter
 from draftproof.backends.loading.language_model import reading_classes, text_part
 from draftproof.backends.loading.options import parse_device, parse_dtype
+from draftproof.backends.loading.packed_layers import PackedLayers
 from draftproof.backends.loading.quantization import packages_hint, quantization_for, refuse_unknown_quantization
 from draftproof.backends.recurrent.mixers import mixers_of
 from draftproof.errors import UndraftableError, UserError, reason
@@ -242,7 +243,7 @@ def load_model(
         adapter: a PEFT adapter for it, a directory or hub id (needs the extra `adapters`).
         attn_implementation: one of ATTENTION; default transformers' own choice.
         quantization_config: quantizes the weights while they are loaded, by transformers: one of its configs, the
-            fields of one, or JSON text or a .json file with them.
+            fields of one, or JSON text or a .json file with them. Or the packed layers of a quantized checkpoint.
         tensor_parallel: number of processes, each of which loads its part of the weights.
 
     Raises:
@@ -304,8 +305,11 @@ def _load_whole(source: str, options: dict[str, Any]) -> Any:
     else:
         _refuse_what_cannot_be_read(where)
         options = {**options, "use_safetensors": True}
-        if "quantization_config" in options:
-            options["quantization_config"] = quantization_for(source, options["quantization_config"])
+        given = options.get("quantization_config")
+        if isinstance(given, PackedLayers):
+            options |= given.options
+        elif given is not None:
+            options["quantization_config"] = quantization_for(source, given)
     kinds = reading_classes(source, gguf=options.get("gguf_file"), trust_remote_code=options["trust_remote_code"])
     model: Any = None
     for kind in kinds:

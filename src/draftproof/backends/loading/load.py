@@ -126,8 +126,8 @@ class LoadedModel:
             return kept
         if self._gguf is not None and (own := in_own_numbers(self._gguf, self.name, self._options)) is not None:
             return own
-        if self._gguf is None and (own := read_packed(str(self._where), self.name, self._options)) is not None:
-            return own
+        if self._gguf is None and (packed := read_packed(str(self._where), self.name, self._options)) is not None:
+            return packed
         made = load_backend(self.name, **self._options.of_transformers)
         if self._check is not None and type(made) is LeanBackend:
             # a tokenizer without transformers is described by transformers' own

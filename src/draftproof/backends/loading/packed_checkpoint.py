@@ -1,43 +1,44 @@
-"""Checkpoints of GPTQ, AWQ, compressed-tensors and MXFP4 with weights of 4 bits, read in their own numbers.
+"""Checkpoints of GPTQ, AWQ, compressed-tensors, bitsandbytes and MXFP4, read in their own numbers.
 
-Words of the first three are unpacked once into groups of a float16 scale, the number that stands for 0, and 4 bits for
-each input (c/ggml.h); gpt-oss's experts become blocks of GGUF files. Nothing is rounded again, and the packages of
-these methods are not needed. What is not known here (groups that are not in order, other bits, other architectures) is
-an `UnreadError`, and transformers reads the checkpoint.
+Matrices of the first four are those of `packed_weights`; gpt-oss's experts become blocks of GGUF files. Nothing is
+rounded again, and the packages of these methods are not needed. What is not known here (groups that are not in order,
+other bits, other architectures) is an `UnreadError`, and transformers reads the checkpoint.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float
 from safetensors import SafetensorError
 from torch import Tensor
 
 from draftproof import native
+from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.windows import FULL, SLIDING
 from draftproof.backends.lean.backend import LeanForward
 from draftproof.backends.lean.checkpoint import Weights
 from draftproof.backends.lean.traits import UnreadError
+from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.gguf_model import Family, architecture_of, family_of
 from draftproof.backends.loading.gguf_rotary import own_frequencies
 from draftproof.backends.loading.options import LoadOptions
+from draftproof.backends.loading.packed_layers import PackedLayers
+from draftproof.backends.loading.packed_weights import METHODS, PackedWeights
 from draftproof.backends.model_info import ModelInfo, end_tokens
 from draftproof.backends.new_weights import misfit
 from draftproof.backends.products.packed_linear import dense as dense_of
 from draftproof.backends.products.packed_linear import why_not_exact
-from draftproof.native.ggml import MXFP4, WORDS, StoredMatrix
+from draftproof.native.ggml import MXFP4, StoredMatrix
 
 _log = logging.getLogger(__name__)
-_OF_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # places of a word's outputs 0 to 7
 _FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""Architectures of the methods with words, and their names in GGUF."""
+"""Architectures of the other methods, and their names in GGUF."""
 _MXFP4, _OSS = "mxfp4", "gpt_oss"
 _KEYS = {
     "expert_count": "num_local_experts",
@@ -53,8 +54,10 @@ _KEYS = {
 }
 
 
-def read_packed(where: str, name: str, options: LoadOptions) -> LeanForward | None:
+def read_packed(where: str, name: str, options: LoadOptions) -> SlotBackend | None:
     """The model in a checkpoint of one of the methods; None where it is another kind, or transformers reads it.
+
+    A model that has no lean forward here is transformers' own with linear layers of ours.
 
     Args:
         where: directory or hub id of the checkpoint.
@@ -63,16 +66,21 @@ def read_packed(where: str, name: str, options: LoadOptions) -> LeanForward | No
     """
     config = _config(where)
     method = (config.get("quantization_config") or {}).get("quant_method")
-    dtype = options.own_dtype(torch.bfloat16) if method in (*_METHODS, _MXFP4) else None
+    dtype = options.own_dtype(torch.bfloat16) if method in (*METHODS, _MXFP4) else None
     if dtype is None:
         return None
     try:
-        return _read(_folder(where), name, config, dtype, options)
+        if method == _MXFP4 or config.get("model_type") in _FAMILIES:
+            return _read(_folder(where), name, config, dtype, options)
+        layers = _layers(where, config, dtype, options)
     except UnreadError as cause:
         _log.warning("%s is read by transformers and the packages of %s: %s", name, method, cause)
+        return None
     except (KeyError, OSError, SafetensorError, TypeError, ValueError) as cause:
         _log.warning("%s is read by transformers and the packages of %s: %s is missing or odd", name, method, cause)
-    return None
+        return None
+    changed = {"dtype": str(dtype).removeprefix("torch."), "quantization_config": layers}
+    return load_backend(name, **{**options.of_transformers, **changed})
 
 
 def _config(where: str) -> dict[str, Any]:
@@ -100,13 +108,28 @@ def _folder(where: str) -> Path:
     return Path(snapshot_download(where, allow_patterns=patterns, cache_dir=constants.HF_HUB_CACHE))
 
 
-def _read(folder: Path, name: str, config: Mapping[str, Any], dtype: torch.dtype, options: LoadOptions) -> LeanForward:
-    kind, fields = config.get("model_type"), config["quantization_config"]
-    known = (_OSS,) if fields["quant_method"] == _MXFP4 else tuple(_FAMILIES)
-    if kind not in known:
-        raise UnreadError(f"its architecture is {kind!r}, not one of {', '.join(known)}")
+def _layers(where: str, config: Mapping[str, Any], dtype: torch.dtype, options: LoadOptions) -> PackedLayers:
+    """The packed matrices as linear layers for transformers' own model."""
+    if options.backend != "auto":
+        raise UnreadError(f"its architecture is {config.get('model_type')!r}, not one of {', '.join(_FAMILIES)}")
+    _require_native(dtype)
+    fields, dense = config["quantization_config"], options.activations == "float"
+    weights = PackedWeights(_folder(where), fields, dtype, dense=dense)
+    if options.check and (why := weights.why_not_exact()) is not None:
+        raise UnreadError(why)
+    return PackedLayers.of(where, weights)
+
+
+def _require_native(dtype: torch.dtype) -> None:
     if native.operations_for(torch.empty(0, dtype=dtype)) is None:
         raise UnreadError(f"native operations are off or not available for {dtype} ({native.VARIABLE})")
+
+
+def _read(folder: Path, name: str, config: Mapping[str, Any], dtype: torch.dtype, options: LoadOptions) -> LeanForward:
+    kind, fields = config["model_type"], config["quantization_config"]
+    if fields["quant_method"] == _MXFP4 and kind != _OSS:
+        raise UnreadError(f"its architecture is {kind!r}, not {_OSS}")
+    _require_native(dtype)
     if config.get("use_sliding_window"):
         raise UnreadError("some of its layers have a window")
     if config.get("hidden_act", "silu") != "silu":
@@ -138,7 +161,7 @@ def _read(folder: Path, name: str, config: Mapping[str, Any], dtype: torch.dtype
         max_positions=config.get("max_position_embeddings"),
         dtype=dtype,
         device=torch.device("cpu"),
-        bits=4,
+        bits=weights.bits,
         eos_token_ids=end_tokens(generation.get("eos_token_id")) or end_tokens(config.get("eos_token_id")),
         bos_token_id=next(iter(end_tokens(config.get("bos_token_id"))), None),
         sampling_defaults={key: value for key, value in generation.items() if key != "transformers_version"},
@@ -199,70 +222,6 @@ class ConfigKeys:
         return 1 / divided
 
 
-class PackedWeights(Weights):
-    """The tensors of a checkpoint; matrices whose weights are packed have the layout of C.
-
-    Args:
-        folder: with safetensors files.
-        fields: its quantization_config.
-        dtype: of the other tensors.
-        dense: whether packed matrices are read as the numbers that they stand for.
-
-    Raises:
-        UnreadError: fields that are not known here.
-    """
-
-    def __init__(self, folder: Path, fields: Mapping[str, Any], dtype: torch.dtype, *, dense: bool) -> None:
-        super().__init__(folder, dtype, torch.device("cpu"))
-        self.fields = fields
-        self._dense = dense
-        self._method = _METHODS[fields["quant_method"]]
-        self._method.check(fields)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files or self._packed(name) in self._files
-
-    def __getitem__(self, name: str) -> Any:
-        """A tensor, or a matrix whose weights were packed."""
-        if name in self._files:
-            return super().__getitem__(name)
-        made = self._matrix(name)
-        return dense_of(made) if self._dense else made
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Empty tensors with the shapes of all weights, under transformers' names."""
-        found = {}
-        for key in self._files:
-            stem, _, kind = key.rpartition(".")
-            if kind == self._method.packed:
-                found[f"{stem}.weight"] = torch.empty(self._method.shape(self, stem), device="meta")
-            elif kind not in self._method.beside and kind != "inv_freq":
-                found[key] = torch.empty(self.stored_shape(key), device="meta")
-        return found
-
-    def why_not_exact(self) -> str | None:
-        """Why native products with one of the packed matrices are not torch's; None where they are."""
-        packed = (key for key in self._files if key.endswith(f".{self._method.packed}"))
-        first = next(packed, None)
-        return None if first is None else why_not_exact(self._matrix(f"{first.rpartition('.')[0]}.weight"))
-
-    def stored_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor as it is stored."""
-        return tuple(self._files[name].get_slice(name).get_shape())
-
-    def plain(self, name: str) -> Tensor:
-        """A tensor as it is stored."""
-        found: Tensor = self._files[name].get_tensor(name)
-        return found
-
-    def _matrix(self, name: str) -> StoredMatrix:
-        numbers, zeros, scales = self._method.unpack(self, name.removesuffix(".weight"))
-        return grouped(numbers, zeros, scales, self._dtype)
-
-    def _packed(self, name: str) -> str:
-        return f"{name.removesuffix('.weight')}.{self._method.packed}" if name.endswith(".weight") else name
-
-
 class OssWeights(Weights):
     """The tensors of a gpt-oss checkpoint with experts in MXFP4, under the names that the lean forward has for them.
 
@@ -271,6 +230,8 @@ class OssWeights(Weights):
         dtype: of all tensors but the weights of experts.
         dense: whether these are read as the numbers that they stand for.
     """
+
+    bits = 4
 
     def __init__(self, folder: Path, dtype: torch.dtype, *, dense: bool) -> None:
         super().__init__(folder, dtype, torch.device("cpu"))
@@ -341,144 +302,3 @@ def _check_oss(config: Mapping[str, Any]) -> None:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("truncate", True):
         raise UnreadError("its rotary embedding has whole bounds, other than gpt-oss's")
-
-
-def grouped(
-    numbers: UInt8[Tensor, "out in"],
-    zeros: UInt8[Tensor, "out groups"],
-    scales: Float[Tensor, "out groups"],
-    dtype: torch.dtype,
-) -> StoredMatrix:
-    """A matrix in groups as C reads it.
-
-    Args:
-        numbers: of 4 bits.
-        zeros: the number that stands for 0 in each group.
-        scales: of each group; float16 must hold them exactly.
-        dtype: of what products make.
-
-    Raises:
-        UnreadError: scales that float16 does not hold, or a size of groups that is not known.
-    """
-    outs, ins = numbers.shape
-    groups = scales.shape[1]
-    half = scales.to(torch.float16)
-    if not torch.equal(half.to(scales.dtype), scales):
-        raise UnreadError("float16 does not hold its scales exactly")
-    size = ins // groups
-    if size > max(WORDS) and size % max(WORDS) == 0:  # a scale for a whole row, or for larger groups
-        more = size // max(WORDS)
-        half, zeros, size = half.repeat_interleave(more, 1), zeros.repeat_interleave(more, 1), max(WORDS)
-    if size not in WORDS or ins % size:
-        raise UnreadError(f"its groups have {size} inputs, not {', '.join(map(str, WORDS))}")
-    both = numbers.view(outs, -1, size // 2, 2)
-    bytes_of = both[..., 0] | both[..., 1] << 4
-    parts = (half.contiguous().view(torch.uint8).view(outs, -1, 2), zeros.unsqueeze(-1), bytes_of)
-    content = torch.cat(parts, -1)
-    return StoredMatrix(content.flatten(), outs, ins, WORDS[size], dtype)
-
-
-# --- the methods -----------------------------------------------------------------------------------------------------
-
-
-def _words(packed: Int[Tensor, "rows words"]) -> UInt8[Tensor, "rows numbers"]:
-    """Eight numbers of 4 bits from each word, the lowest first."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    return ((packed.unsqueeze(-1) >> shifts) & 15).to(torch.uint8).flatten(1)
-
-
-def _check_gptq(fields: Mapping[str, Any]) -> None:
-    if fields.get("bits") != 4:
-        raise UnreadError(f"its weights have {fields.get('bits')} bits")
-    if fields.get("dynamic"):
-        raise UnreadError("its layers have forms of their own (dynamic)")
-
-
-def _shape_gptq(weights: PackedWeights, stem: str) -> tuple[int, int]:
-    words, outs = weights.stored_shape(f"{stem}.qweight")
-    return outs, 8 * words
-
-
-def _unpack_gptq(weights: PackedWeights, stem: str) -> tuple[Tensor, Tensor, Tensor]:
-    numbers = _words(weights.plain(f"{stem}.qweight").t().contiguous())
-    scales = weights.plain(f"{stem}.scales").t().contiguous()
-    size = numbers.shape[1] // scales.shape[1]
-    places = f"{stem}.g_idx"
-    if places in weights and not torch.equal(weights.plain(places).long(), torch.arange(numbers.shape[1]) // size):
-        raise UnreadError("its groups are not in order (desc_act)")
-    missing = 0 if weights.fields.get("checkpoint_format") == "gptq_v2" else 1
-    zeros = _words(weights.plain(f"{stem}.qzeros")).t() + missing
-    return numbers, zeros, scales
-
-
-def _check_awq(fields: Mapping[str, Any]) -> None:
-    version = str(fields.get("version", "gemm")).lower()
-    if fields.get("bits") != 4 or version != "gemm":
-        raise UnreadError(f"its weights have {fields.get('bits')} bits in the form {version}")
-
-
-def _shape_awq(weights: PackedWeights, stem: str) -> tuple[int, int]:
-    ins, words = weights.stored_shape(f"{stem}.qweight")
-    return 8 * words, ins
-
-
-def _unpack_awq(weights: PackedWeights, stem: str) -> tuple[Tensor, Tensor, Tensor]:
-    def outputs(packed: Tensor) -> Tensor:
-        words = _words(packed).view(len(packed), -1, 8)
-        return words[..., list(_OF_AWQ)].flatten(1).t().contiguous()
-
-    scales = weights.plain(f"{stem}.scales").t().contiguous()
-    return outputs(weights.plain(f"{stem}.qweight")), outputs(weights.plain(f"{stem}.qzeros")), scales
-
-
-def _check_compressed(fields: Mapping[str, Any]) -> None:
-    groups = fields.get("config_groups") or {}
-    for group in groups.values():
-        weights = group.get("weights") or {}
-        known = weights.get("num_bits") == 4 and weights.get("type") == "int" and weights.get("symmetric")
-        if not known or group.get("input_activations") or weights.get("actorder"):
-            raise UnreadError("its weights are not symmetric numbers of 4 bits beside inputs in floats")
-    if fields.get("kv_cache_scheme"):
-        raise UnreadError("its keys and values are quantized")
-    if fields.get("format") != "pack-quantized" or not groups:
-        raise UnreadError(f"its form is {fields.get('format')!r}, not 'pack-quantized'")
-
-
-def _shape_compressed(weights: PackedWeights, stem: str) -> tuple[int, int]:
-    outs, ins = weights.plain(f"{stem}.weight_shape").tolist()
-    return outs, ins
-
-
-def _unpack_compressed(weights: PackedWeights, stem: str) -> tuple[Tensor, Tensor, Tensor]:
-    numbers = _words(weights.plain(f"{stem}.weight_packed"))
-    scales = weights.plain(f"{stem}.weight_scale")
-    ins = int(weights.plain(f"{stem}.weight_shape")[1])
-    return numbers[:, :ins].contiguous(), torch.full(scales.shape, 8, dtype=torch.uint8), scales
-
-
-@dataclass(frozen=True)
-class _Method:
-    """How a method stores matrices.
-
-    Attributes:
-        packed: kind of the tensor with the numbers.
-        beside: kinds of further tensors of a matrix.
-        check: refuses fields that are not known here.
-        shape: of a matrix by its name without a kind, [out, in].
-        unpack: its numbers [out, in], zeros and scales [out, groups].
-    """
-
-    packed: str
-    beside: tuple[str, ...]
-    check: Callable[[Mapping[str, Any]], None]
-    shape: Callable[[PackedWeights, str], tuple[int, int]]
-    unpack: Callable[[PackedWeights, str], tuple[Tensor, Tensor, Tensor]]
-
-
-_METHODS = {
-    "gptq": _Method("qweight", ("qzeros", "scales", "g_idx"), _check_gptq, _shape_gptq, _unpack_gptq),
-    "awq": _Method("qweight", ("qzeros", "scales"), _check_awq, _shape_awq, _unpack_awq),
-    "compressed-tensors": _Method(
-        "weight_packed", ("weight_scale", "weight_shape"), _check_compressed, _shape_compressed, _unpack_compressed
-    ),
-}

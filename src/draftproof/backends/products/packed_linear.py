@@ -340,9 +340,11 @@ def fuse(owner: Any, names: Sequence[str], *, rows: Int[Tensor, " outs"] | None 
     return product
 
 
-def product_of(weight: StoredMatrix | Tensor, *, pack: bool = True) -> Product:
+def product_of(
+    weight: StoredMatrix | Tensor, bias: Float[Tensor, " out"] | None = None, *, pack: bool = True
+) -> Product:
     """The product with one matrix, plain or of few bits."""
-    return of_stored([weight], None) if isinstance(weight, StoredMatrix) else Product(weight, pack=pack)
+    return of_stored([weight], bias) if isinstance(weight, StoredMatrix) else Product(weight, bias, pack=pack)
 
 
 def of_stored(
@@ -393,8 +395,9 @@ class StoredProduct(Product):
 
     def dense(self) -> Float[Tensor, "out in"]:
         """See `Product`."""
-        if not self._matrices:  # outputs of inputs that are 1 once, which 8 bits hold
-            return self._multiply(torch.eye(self.weight.ins, dtype=self._operations.dtype), self.weight, None).t()
+        if not self._matrices:  # outputs of inputs that are 1 once, which 8 bits hold with a scale for each group
+            weight, ones = self.weight.by_group(), torch.eye(self.weight.ins, dtype=self._operations.dtype)
+            return self._multiply(ones, weight, None).t()
         return torch.cat([dense(each) for each in self._matrices])
 
 

@@ -9,39 +9,44 @@
 
      steps    16 float16 for each group, then as many of least values where the form has these; or, with `by_byte`, 16 float16
               and 16 more of least values, then 16 bytes for each group (times the float16), and so for least values; or,
-              with `is_wide`, 16 bfloat16 for each group, whose exponents are those of float32
+              with `is_wide`, 16 bfloat16 for each group, whose exponents are those of float32; or, with `is_whole`, 16 float32
+              for all groups of the piece
      numbers  for each group, lines of 64 bytes, [16][4]: with 4, 5 and 6 bits input k of an output in the lower half of a
               byte and input k + 4 in the upper one; behind them the higher bits, those of input k + 4 t in the bits t, or 2 t
               and 2 t + 1, of a byte; with 8 bits a byte for each input
 
-   Steps are filled up to whole lines. Inputs are padded to whole pieces: with steps of zero. */
+   With `levels`, 4 bits are the place of a float in a table, which the step multiplies. Steps are filled up to whole lines.
+   Inputs are padded to whole pieces: with steps of zero. */
 
 enum { GGML_SEGMENTS = 4, GGML_GROUP = 32 /* inputs that share a scale when they are rounded to 8 bits */, GGML_PAD = 256 };
 
 typedef struct {
-  int bits, group, groups, by_byte, is_signed, has_least, offset, is_wide;
+  int bits, group, groups, by_byte, is_signed, has_least, offset, is_wide, is_whole, levels;
 } ggml_form;
 
 /* Forms, and the type of file blocks that becomes each: numbers of GGMLQuantizationType. */
 #define GGML_FORMS(DO) \
-  DO(0, 4, 32, 2, 0, 0, 0, 8, 0)    /* Q4_0 */ \
-  DO(1, 4, 32, 2, 0, 0, 1, 0, 0)    /* Q4_1 */ \
-  DO(2, 5, 32, 2, 0, 0, 0, 16, 0)   /* Q5_0 */ \
-  DO(3, 5, 32, 2, 0, 0, 1, 0, 0)    /* Q5_1 */ \
-  DO(4, 8, 32, 2, 0, 0, 0, 128, 0)  /* Q8_0, IQ4_NL */ \
-  DO(5, 4, 32, 8, 1, 0, 1, 0, 0)    /* Q4_K */ \
-  DO(6, 5, 32, 8, 1, 0, 1, 0, 0)    /* Q5_K */ \
-  DO(7, 6, 16, 16, 1, 1, 0, 32, 0)  /* Q6_K, Q3_K */ \
-  DO(8, 4, 16, 16, 1, 0, 1, 0, 0)   /* Q2_K */ \
-  DO(9, 8, 32, 8, 1, 1, 0, 128, 0)  /* IQ4_XS */ \
-  DO(10, 4, 32, 4, 1, 0, 1, 0, 0)   /* WORDS_128 */ \
-  DO(11, 4, 32, 2, 1, 0, 1, 0, 0)   /* WORDS_64 */ \
-  DO(12, 4, 32, 1, 1, 0, 1, 0, 0)   /* WORDS_32 */ \
-  DO(13, 5, 32, 2, 0, 0, 0, 16, 1)  /* MXFP4 */
-enum { GGML_FORM_COUNT = 14 };
+  DO(0, 4, 32, 2, 0, 0, 0, 8, 0, 0, 0)    /* Q4_0 */ \
+  DO(1, 4, 32, 2, 0, 0, 1, 0, 0, 0, 0)    /* Q4_1 */ \
+  DO(2, 5, 32, 2, 0, 0, 0, 16, 0, 0, 0)   /* Q5_0 */ \
+  DO(3, 5, 32, 2, 0, 0, 1, 0, 0, 0, 0)    /* Q5_1 */ \
+  DO(4, 8, 32, 2, 0, 0, 0, 128, 0, 0, 0)  /* Q8_0, IQ4_NL */ \
+  DO(5, 4, 32, 8, 1, 0, 1, 0, 0, 0, 0)    /* Q4_K */ \
+  DO(6, 5, 32, 8, 1, 0, 1, 0, 0, 0, 0)    /* Q5_K */ \
+  DO(7, 6, 16, 16, 1, 1, 0, 32, 0, 0, 0)  /* Q6_K, Q3_K */ \
+  DO(8, 4, 16, 16, 1, 0, 1, 0, 0, 0, 0)   /* Q2_K */ \
+  DO(9, 8, 32, 8, 1, 1, 0, 128, 0, 0, 0)  /* IQ4_XS */ \
+  DO(10, 4, 32, 4, 1, 0, 1, 0, 0, 0, 0)   /* WORDS_128 */ \
+  DO(11, 4, 32, 2, 1, 0, 1, 0, 0, 0, 0)   /* WORDS_64 */ \
+  DO(12, 4, 32, 1, 1, 0, 1, 0, 0, 0, 0)   /* WORDS_32 */ \
+  DO(13, 5, 32, 2, 0, 0, 0, 16, 1, 0, 0)  /* MXFP4 */ \
+  DO(14, 8, 32, 4, 0, 0, 0, 128, 0, 1, 0)  /* INT8, INT8_BY_ROW */ \
+  DO(15, 4, 64, 1, 0, 0, 0, 0, 0, 1, 1)    /* NF4 */ \
+  DO(16, 4, 64, 1, 0, 0, 0, 0, 0, 1, 2)    /* FP4 */
+enum { GGML_FORM_COUNT = 17 };
 
-#define FORM(number, bits, group, groups, by_byte, is_signed, has_least, offset, is_wide) \
-  {bits, group, groups, by_byte, is_signed, has_least, offset, is_wide},
+#define FORM(number, bits, group, groups, by_byte, is_signed, has_least, offset, is_wide, is_whole, levels) \
+  {bits, group, groups, by_byte, is_signed, has_least, offset, is_wide, is_whole, levels},
 static const ggml_form ggml_forms[GGML_FORM_COUNT] = {GGML_FORMS(FORM)};
 #undef FORM
 
@@ -49,6 +54,7 @@ INLINE long ggml_piece(ggml_form f) { return (long)f.group * f.groups; }
 /* Bytes of a piece's steps, and of a group's numbers. */
 INLINE long ggml_steps(ggml_form f) {
   const long sets = 1 + f.has_least, bytes = f.by_byte ? 32 * sets + LANES * f.groups * sets : 32 * f.groups * sets;
+  if (f.is_whole) return 64;
   return (bytes + 63) / 64 * 64;
 }
 INLINE long ggml_numbers(ggml_form f) { return 2L * f.bits * f.group; }
@@ -59,19 +65,26 @@ INLINE long ggml_block_size(ggml_form f, long ins) {
 
 /* --- blocks of a file ---------------------------------------------------------------------------------------------- */
 
+/* How products read inputs: in 8 bits with a scale for each GGML_GROUP of a row or for the whole row, or as they are. */
+enum { BY_GROUP, BY_ROW, AS_FLOATS };
+
 typedef struct {
-  int type, form, elements, bytes;
+  int type, form, elements, bytes, inputs;
 } ggml_type;
 
 enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20,
        IQ4_XS = 23, MXFP4 = 39,
        /* None of ggml's: groups of GPTQ, AWQ and compressed-tensors (packed_checkpoint.py), a float16 scale, the number that
           stands for 0, and 4 bits for each input, two neighbours in a byte. */
-       WORDS_32 = 1032, WORDS_64 = 1064, WORDS_128 = 1128 };
+       WORDS_32 = 1032, WORDS_64 = 1064, WORDS_128 = 1128,
+       /* A float32 scale, and 32 signed bytes of compressed-tensors or bitsandbytes; or 64 places of bitsandbytes' levels, the
+          first of two in the higher bits of a byte. */
+       INT8 = 1208, INT8_BY_ROW = 1209, NF4 = 1304, FP4 = 1305 };
 static const ggml_type ggml_types[] = {
     {Q4_0, 0, 32, 18},   {Q4_1, 1, 32, 20},   {Q5_0, 2, 32, 22},   {Q5_1, 3, 32, 24},   {Q8_0, 4, 32, 34},  {IQ4_NL, 4, 32, 18},
     {Q4_K, 5, 256, 144}, {Q5_K, 6, 256, 176}, {Q6_K, 7, 256, 210}, {Q3_K, 7, 256, 110}, {Q2_K, 8, 256, 84}, {IQ4_XS, 9, 256, 136},
-    {WORDS_128, 10, 128, 67}, {WORDS_64, 11, 64, 35}, {WORDS_32, 12, 32, 19}, {MXFP4, 13, 32, 17}};
+    {WORDS_128, 10, 128, 67}, {WORDS_64, 11, 64, 35}, {WORDS_32, 12, 32, 19}, {MXFP4, 13, 32, 17},
+    {INT8, 14, 32, 36}, {INT8_BY_ROW, 14, 32, 36, BY_ROW}, {NF4, 15, 64, 36, AS_FLOATS}, {FP4, 16, 64, 36, AS_FLOATS}};
 
 static const ggml_type *ggml_type_of(long type) {
   for (unsigned i = 0; i < sizeof ggml_types / sizeof *ggml_types; i++)
@@ -83,10 +96,11 @@ static const ggml_type *ggml_type_of(long type) {
 static long ggml_size_of(long type, long ins) { return ggml_block_size(ggml_forms[ggml_type_of(type)->form], ins); }
 
 /* A block of a file as its form has it. `step` and `least` are float16 (`step` with `is_wide` bfloat16); with `by_byte` scales
-   are these times bytes. */
+   are these times bytes; with `is_whole` the scale is `whole`. */
 typedef struct {
   uint8_t numbers[256], steps[16], leasts[16];
   uint16_t step, least;
+  float whole;
 } ggml_decoded;
 
 INLINE uint16_t two_bytes(const uint8_t *at) { return (uint16_t)(at[0] | at[1] << 8); }
@@ -100,6 +114,14 @@ static const int8_t MXFP4_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, 
 INLINE uint16_t half_of_power(uint8_t exponent) {
   return (uint16_t)(exponent < 2 ? 0x20 << exponent : (exponent - 1) << 7);
 }
+
+/* bitsandbytes' tables of 4 bits, in the order of their places: NF4 (QLoRA, arXiv 2305.14314, appendix E) and FP4. */
+static const float GGML_LEVELS[2][16] = {
+    {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f, -0.18477343022823334f,
+     -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
+     0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f},
+    {0.0f, 0.005208333333f, 0.66666667f, 1.0f, 0.33333333f, 0.5f, 0.16666667f, 0.25f, 0.0f, -0.005208333333f, -0.66666667f,
+     -1.0f, -0.33333333f, -0.5f, -0.16666667f, -0.25f}};
 
 static void halves_of(const uint8_t *from, uint8_t *numbers) { /* 16 bytes: the lower halves, then the upper ones */
   for (int i = 0; i < 16; i++) {
@@ -205,6 +227,16 @@ static void ggml_decode(int type, const uint8_t *b, ggml_decoded *to) {
       }
       for (int i = 0; i < type - 1000; i++) numbers[i] = b[3 + i / 2] >> 4 * (i % 2) & 15;
       break;
+    case INT8:
+    case INT8_BY_ROW:
+      memcpy(&to->whole, b, sizeof to->whole);
+      for (int i = 0; i < 32; i++) numbers[i] = (uint8_t)(b[4 + i] ^ 128);
+      break;
+    case NF4:
+    case FP4:
+      memcpy(&to->whole, b, sizeof to->whole);
+      for (int i = 0; i < 64; i++) numbers[i] = b[4 + i / 2] >> (i % 2 ? 0 : 4) & 15;
+      break;
     case IQ4_XS: {
       const uint16_t high = two_bytes(b + 2);
       to->step = two_bytes(b);
@@ -223,7 +255,7 @@ static void ggml_decode(int type, const uint8_t *b, ggml_decoded *to) {
 static void ggml_range(const ggml_decoded *b, ggml_form f, int group, float *scale, float *least) {
   const float step = f.is_wide ? bfloat16_value(b->step) : half_value(b->step), lowest = half_value(b->least);
   const float byte = f.is_signed ? (float)(int8_t)b->steps[group] : (float)b->steps[group];
-  *scale = f.by_byte ? step * byte : step;
+  *scale = f.is_whole ? b->whole : f.by_byte ? step * byte : step;
   *least = f.by_byte ? lowest * (float)b->leasts[group] : lowest;
 }
 
@@ -239,7 +271,9 @@ void draftproof_ggml_rows(const uint8_t *from, const int64_t *ids, float *y, lon
       for (int k = 0; k < t->elements; k++) {
         float scale, least;
         ggml_range(&b, f, k / f.group, &scale, &least);
-        y[i * ins + start + k] = scale * (float)(b.numbers[k] - f.offset) + (f.has_least ? least : 0);
+        const uint8_t n = b.numbers[k];
+        const float number = f.levels ? GGML_LEVELS[f.levels - 1][n] : (float)(n - f.offset);
+        y[i * ins + start + k] = scale * number + (f.has_least ? least : 0);
       }
     }
 }
@@ -270,7 +304,9 @@ static void share_repacking(void *given) {
         uint16_t *halves = (uint16_t *)at + lane;
         ggml_decode(t->type, row, &b);
         const long first = start % piece / f.group; /* group in the piece */
-        if (f.by_byte) {
+        if (f.is_whole) {
+          memcpy(at + 4 * lane, &b.whole, sizeof b.whole);
+        } else if (f.by_byte) {
           uint8_t *bytes = at + 32 * (1 + f.has_least) + lane;
           halves[0] = b.step;
           if (f.has_least) halves[LANES] = b.least;
@@ -307,7 +343,8 @@ void draftproof_ggml_repack(const uint8_t *from, const int64_t *rows, uint8_t *t
   parallel(share_repacking, &r, (unsigned)(threads > 1 ? threads : 1), 0);
 }
 
-/* Elements and bytes of a block of a type in a file, inputs of a piece here and its bytes; 0 where the type is not known. */
+/* Elements and bytes of a block of a type in a file, inputs of a piece here and its bytes, and how products read inputs; 0 where
+   the type is not known. */
 int draftproof_ggml_sizes(long type, int64_t *made) {
   const ggml_type *t = ggml_type_of(type);
   if (!t) return 0;
@@ -316,12 +353,14 @@ int draftproof_ggml_sizes(long type, int64_t *made) {
   made[1] = t->bytes;
   made[2] = ggml_piece(f);
   made[3] = ggml_piece_size(f);
+  made[4] = t->inputs;
   return 1;
 }
 
 /* --- products ------------------------------------------------------------------------------------------------------ */
 
-/* A matrix, or several whose outputs follow one another. Fields as `GGMLArguments` in native/structures.py. */
+/* A matrix, or several whose outputs follow one another and whose products read inputs alike. Fields as `GGMLArguments` in
+   native/structures.py. */
 typedef struct {
   long count;
   struct {
@@ -333,10 +372,10 @@ typedef struct {
 /* Rows of a tile by the rows that are left: where there is no tile of so many, of more. */
 #ifdef WITH_AVX512
 #define GGML_TILES(DO, form) DO(form, 1, 1) DO(form, 1, 4) DO(form, 2, 1) DO(form, 2, 2) DO(form, 4, 1) DO(form, 6, 1) DO(form, 8, 1)
-enum { GGML_ROWS = 8, GGML_BLOCKS_OF_ONE = 4, GGML_BLOCKS_OF_TWO = 2 };
+enum { GGML_ROWS = 8, GGML_BLOCKS_OF_ONE = 4, GGML_BLOCKS_OF_TWO = 2, GGML_CHAINS = 2 };
 #else
 #define GGML_TILES(DO, form) DO(form, 1, 1) DO(form, 1, 2) DO(form, 2, 1) DO(form, 4, 1)
-enum { GGML_ROWS = 4, GGML_BLOCKS_OF_ONE = 2, GGML_BLOCKS_OF_TWO = 1 };
+enum { GGML_ROWS = 4, GGML_BLOCKS_OF_ONE = 2, GGML_BLOCKS_OF_TWO = 1, GGML_CHAINS = 1 };
 #endif
 static int ggml_tile_rows(long left) {
   const int rows = left > 6 ? 8 : left > 4 ? 6 : left > 2 ? 4 : (int)left;
@@ -344,21 +383,25 @@ static int ggml_tile_rows(long left) {
 }
 
 /* Inputs in 8 bits: numbers [rows, padded], a scale for each 32 of a row, and for each 32 and each 16 the sum of the numbers,
-   negated, and the sum times the scale. There are rows for a whole tile; ggml_inputs_size of structures.py is
-   the size of their memory. */
+   negated, and the sum times the scale; or, AS_FLOATS, [rows, padded]. There are rows for a whole tile; ggml_inputs_size of
+   structures.py is the size of their memory. */
 typedef struct {
+  int kind;
+  float *whole;
   int8_t *numbers;
   float *scales, *sums, *half_sums;
   int32_t *less, *half_less;
   long rows, padded;
 } ggml_inputs;
 
-static ggml_inputs ggml_inputs_in(void *memory, long rows, long ins) {
+static ggml_inputs ggml_inputs_in(void *memory, long rows, long ins, int kind) {
   const long padded = (ins + GGML_PAD - 1) / GGML_PAD * GGML_PAD, groups = padded / GGML_GROUP;
   ggml_inputs made;
+  made.kind = kind;
   made.rows = rows > ggml_tile_rows(rows) ? rows : ggml_tile_rows(rows);
   made.padded = padded;
   made.numbers = (int8_t *)(((uintptr_t)memory + 63) / 64 * 64);
+  made.whole = (float *)made.numbers;
   made.scales = (float *)(made.numbers + made.rows * padded);
   made.sums = made.scales + made.rows * groups;
   made.half_sums = made.sums + made.rows * groups;
@@ -369,6 +412,10 @@ static ggml_inputs ggml_inputs_in(void *memory, long rows, long ins) {
 
 static void ggml_clear_beyond(const ggml_inputs *x, long rows) {
   const size_t more = (size_t)(x->rows - rows), groups = (size_t)x->padded / GGML_GROUP;
+  if (x->kind == AS_FLOATS) {
+    memset(x->whole + rows * x->padded, 0, more * (size_t)x->padded * sizeof(float));
+    return;
+  }
   memset(x->numbers + rows * x->padded, 0, more * (size_t)x->padded);
   memset(x->scales + rows * (long)groups, 0, more * groups * sizeof(float));
   memset(x->sums + rows * (long)groups, 0, more * groups * sizeof(float));
@@ -385,7 +432,68 @@ INLINE units ggml_unit(ggml_form f, units halves, units higher, const int t) {
   return lower;
 }
 
-INLINE floats ggml_sixteen_steps(ggml_form f, const void *at) { return f.is_wide ? load_bfloat16(at) : load_half(at); }
+INLINE floats ggml_sixteen_steps(ggml_form f, const uint8_t *steps, long g) {
+  if (f.is_whole) return load_float((const float *)steps);
+  return f.is_wide ? load_bfloat16((const bfloat16 *)(steps + 32 * g)) : load_half(steps + 32 * g);
+}
+
+/* `ggml_tile` with levels, and with inputs as they are. Inputs of a group take turns among sums, so that additions need not wait
+   for one another, and these are multiplied by its scale. */
+INLINE void ggml_levels_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row, floats *sums, const int rows,
+                             const int blocks, const ggml_form f) {
+  const long next = ggml_block_size(f, ins), pieces = next / ggml_piece_size(f);
+  const levels table = load_levels(GGML_LEVELS[f.levels - 1]);
+  floats sum[8][4];
+#pragma GCC unroll 8
+  for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++) sum[m][b] = zeros();
+  for (long piece = 0; piece < pieces; piece++) {
+    const uint8_t *steps = w + piece * ggml_piece_size(f), *body = steps + ggml_steps(f);
+    const float *inputs = x->whole + row * x->padded + piece * f.group;
+    const long ahead = ahead_of(w + next - body - ggml_numbers(f), (blocks - 1) * next);
+    floats part[8][4][GGML_CHAINS];
+#pragma GCC unroll 8
+    for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+      for (int b = 0; b < blocks; b++)
+#pragma GCC unroll 2
+        for (int chain = 0; chain < GGML_CHAINS; chain++) part[m][b][chain] = zeros();
+    for (long line = 0; line < f.group / 8; line++, inputs += 8) {
+      units places[4];
+#pragma GCC unroll 4
+      for (int b = 0; b < blocks; b++) {
+        places[b] = load_units(body + b * next + 64 * line);
+        __builtin_prefetch(body + b * next + 64 * line + ahead);
+      }
+#pragma GCC unroll 8
+      for (int k = 0; k < 8; k++) {
+#pragma GCC unroll 4
+        for (int b = 0; b < blocks; b++) {
+          const floats level = level_of(table, places[b], 8 * (k % 4) + 4 * (k / 4));
+#pragma GCC unroll 8
+          for (int m = 0; m < rows; m++)
+            part[m][b][k % GGML_CHAINS] =
+                multiply_add(level, splat(inputs[m * x->padded + k]), part[m][b][k % GGML_CHAINS]);
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++) {
+      const floats scale = ggml_sixteen_steps(f, steps + b * next, 0);
+      __builtin_prefetch(steps + b * next + ahead);
+#pragma GCC unroll 8
+      for (int m = 0; m < rows; m++) {
+        const floats whole = GGML_CHAINS > 1 ? add(part[m][b][0], part[m][b][GGML_CHAINS - 1]) : part[m][b][0];
+        sum[m][b] = multiply_add(whole, scale, sum[m][b]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++) sums[m * blocks + b] = sum[m][b];
+}
 
 /* Outputs of some rows of inputs and some neighbouring blocks of 16 outputs: sums [rows, blocks]. */
 INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row, floats *sums, const int rows,
@@ -456,7 +564,7 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
           scale = mul(step[b], f.is_signed ? load_signed_bytes((const int8_t *)bytes) : load_bytes(bytes));
           if (f.has_least) least = mul(lowest[b], load_bytes(bytes + LANES * f.groups));
         } else {
-          scale = ggml_sixteen_steps(f, steps + b * next + 32 * g);
+          scale = ggml_sixteen_steps(f, steps + b * next, g);
           if (f.has_least) least = load_half(steps + b * next + 32 * (f.groups + g));
         }
 #pragma GCC unroll 8
@@ -478,7 +586,10 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
 typedef void (*ggml_tile_fn)(const ggml_inputs *, const uint8_t *, long, long, floats *);
 #define TILE(form, rows, blocks)                                                                                          \
   static void ggml_tile_##form##_##rows##_##blocks(const ggml_inputs *x, const uint8_t *w, long ins, long row, floats *sums) { \
-    ggml_tile(x, w, ins, row, sums, rows, blocks, ggml_forms[form]);                                                      \
+    if (ggml_forms[form].levels)                                                                                          \
+      ggml_levels_tile(x, w, ins, row, sums, rows, blocks, ggml_forms[form]);                                             \
+    else                                                                                                                  \
+      ggml_tile(x, w, ins, row, sums, rows, blocks, ggml_forms[form]);                                                    \
   }
 #define TILES(form, ...) GGML_TILES(TILE, form)
 GGML_FORMS(TILES)

@@ -1,7 +1,8 @@
 /* Products with weights of GGUF files (ggml.h), included once for each type of rows.
 
    Inputs are rounded to 8 bits, in groups of 32 with a float32 scale each; sums inside a group are whole numbers and exact,
-   and groups are added in order in float32. So a row's output does not depend on the rows beside it. */
+   and groups are added in order in float32. Or a row has one scale, or stays as it is (ggml_type). So a row's output does not
+   depend on the rows beside it. */
 
 typedef struct {
   const ELEM *x, *bias, *onto;
@@ -14,9 +15,25 @@ typedef struct {
   shares *shared;
 } NAME(ggml_product);
 
+/* The scale of a whole row. Where it has one, its largest number becomes 127.5, as in compressed-tensors (calculate_qparams). */
+static float NAME(ggml_scale_of_row)(const ELEM *x, long ins) {
+  floats top = zeros();
+  for (long i = 0; i < ins; i += LANES) {
+    const floats v = NAME(load_first)(x + i, ins - i);
+    top = larger(top, larger(v, sub(zeros(), v)));
+  }
+  return largest_of(top) / 127.5f;
+}
+
 static void NAME(ggml_round)(const NAME(ggml_product) * p, long row) {
   const ggml_inputs *to = &p->inputs;
   const ELEM *x = p->x + (p->from ? p->from[row] : row) * p->ins;
+  if (to->kind == AS_FLOATS) {
+    for (long start = 0; start < to->padded; start += LANES)
+      store_float(to->whole + row * to->padded + start, p->ins > start ? NAME(load_first)(x + start, p->ins - start) : zeros());
+    return;
+  }
+  const float of_row = to->kind == BY_ROW ? NAME(ggml_scale_of_row)(x, p->ins) : 0;
   for (long start = 0; start < to->padded; start += GGML_GROUP) {
     const long here = p->ins - start < 0 ? 0 : p->ins - start, group = (row * to->padded + start) / GGML_GROUP;
     floats top = zeros(), v[2];
@@ -24,10 +41,10 @@ static void NAME(ggml_round)(const NAME(ggml_product) * p, long row) {
       v[half] = here > LANES * half ? NAME(load_first)(x + start + LANES * half, here - LANES * half) : zeros();
       top = larger(top, larger(v[half], sub(zeros(), v[half])));
     }
-    const float scale = largest_of(top) / 127, by = scale > 0 ? 1 / scale : 0;
+    const float scale = to->kind == BY_ROW ? of_row : largest_of(top) / 127, by = scale > 0 ? 1 / scale : 0;
     float sum[2];
     for (int half = 0; half < 2; half++) {
-      v[half] = nearest(mul(v[half], splat(by)));
+      v[half] = of_row > 0 ? smaller(nearest(quotient(v[half], splat(of_row))), splat(127)) : nearest(mul(v[half], splat(by)));
       store_bytes(to->numbers + row * to->padded + start + LANES * half, v[half]);
       sum[half] = sum_of(v[half]);
       to->half_sums[2 * group + half] = scale * sum[half];
@@ -70,7 +87,7 @@ static void NAME(ggml_blocks)(const NAME(ggml_product) * p, int segment, long ou
 
 /* Blocks of one matrix for the rows of its group, so many at once as stay near the processor. */
 static void NAME(ggml_of_group)(const NAME(ggml_product) * p, const int64_t *group, long block, long stop) {
-  const long near = (1 << 18) / p->inputs.padded, chunk = near > GGML_ROWS ? near / GGML_ROWS * GGML_ROWS : GGML_ROWS;
+  const long near = (1 << (p->inputs.kind == AS_FLOATS ? 16 : 18)) / p->inputs.padded, chunk = near > GGML_ROWS ? near / GGML_ROWS * GGML_ROWS : GGML_ROWS;
   NAME(ggml_product) of = *p;
   ggml_matrix w = *p->w;
   of.w = &w;
@@ -115,7 +132,8 @@ static void NAME(ggml_groups_product)(const ELEM *x, const int64_t *from, const 
   }
   shares shared;
   share_out(&shared, count * blocks, size, alone ? 1 : threads);
-  NAME(ggml_product) p = {x, bias, onto, w, y, from, groups, ggml_inputs_in(memory, rows, ins), rows, outs, ins, blocks, &shared};
+  const ggml_inputs inputs = ggml_inputs_in(memory, rows, ins, ggml_type_of(w->of[0].type)->inputs);
+  NAME(ggml_product) p = {x, bias, onto, w, y, from, groups, inputs, rows, outs, ins, blocks, &shared};
   if (rows < 1) return;
   ggml_clear_beyond(&p.inputs, rows);
   if (alone || rows < 8)

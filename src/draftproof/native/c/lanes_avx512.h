@@ -138,6 +138,12 @@ INLINE units upper_halves(units v) { return lower_halves(_mm512_srli_epi32(v, 4)
 INLINE units quarters(units v, const int number) {
   return _mm512_and_si512(_mm512_srli_epi32(v, 2 * number), _mm512_set1_epi8(3));
 }
+/* Sixteen floats, of which each unit's four bits from some bit on choose one. */
+typedef __m512 levels;
+INLINE levels load_levels(const float *at) { return _mm512_loadu_ps(at); }
+INLINE floats level_of(levels table, units v, const int bit) {
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(v, (unsigned)bit), table);
+}
 /* sum + the products of four bytes of w, from 0 to 15, and four signed bytes of x. */
 INLINE units add_dot(units sum, units w, units x) {
 #if defined(__AVX512VNNI__) && !defined(EMULATE_AVX512)

@@ -360,6 +360,48 @@ INLINE units quarters(units v, const int number) {
   EACH_PART v.p[i] = (v.p[i] >> (2 * number)) & 0x03030303u;
   return v;
 }
+/* Sixteen floats, of which each unit's four bits from some bit on choose one. */
+#ifdef WITH_AVX2
+typedef struct {
+  float_part half[2];
+} levels;
+INLINE levels load_levels(const float *at) {
+  return (levels){{*(const float_part_at *)at, *(const float_part_at *)(at + PART)}};
+}
+INLINE floats level_of(levels table, units v, const int bit) {
+  floats r;
+  EACH_PART {
+    const __m256i place = (__m256i)(v.p[i] >> bit); /* three bits choose in a half, and the fourth between them */
+    const float_part lower = _mm256_permutevar8x32_ps(table.half[0], place);
+    const float_part upper = _mm256_permutevar8x32_ps(table.half[1], place);
+    r.p[i] = _mm256_blendv_ps(lower, upper, (float_part)(v.p[i] << (28 - bit)));
+  }
+  return r;
+}
+#elif defined(WITH_NEON)
+typedef uint8x16x4_t levels;
+INLINE levels load_levels(const float *at) {
+  levels table;
+  memcpy(&table, at, sizeof table);
+  return table;
+}
+INLINE floats level_of(levels table, units v, const int bit) {
+  floats r;
+  EACH_PART { /* four bytes each */
+    const bits_part bytes = ((v.p[i] >> bit) & 15) * 0x04040404u + 0x03020100u;
+    r.p[i] = (float_part)vqtbl4q_u8(table, (uint8x16_t)bytes);
+  }
+  return r;
+}
+#else
+typedef const float *levels;
+INLINE levels load_levels(const float *at) { return at; }
+INLINE floats level_of(levels table, units v, const int bit) {
+  floats r;
+  EACH_PART for (int lane = 0; lane < PART; lane++) r.p[i][lane] = table[(v.p[i][lane] >> bit) & 15];
+  return r;
+}
+#endif
 #ifdef WITH_NEON
 /* sum + the products of four signed bytes of w and four of x. */
 INLINE units add_signed_dot(units sum, units w, units x) {

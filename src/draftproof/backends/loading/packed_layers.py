@@ -1,0 +1,106 @@
+"""Packed matrices of a checkpoint as linear layers of transformers' own model, where it has no lean forward.
+
+transformers reads all other tensors. A quantizer of ours, which it calls while it loads a model, puts the layers into
+the empty model, so that the package of the method is not needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from draftproof.backends.lean.traits import UnreadError
+from draftproof.backends.loading.language_model import reading_classes
+from draftproof.backends.loading.packed_weights import PackedWeights
+from draftproof.backends.model_info import PACKED
+from draftproof.backends.products.packed_linear import Part, product_of
+from draftproof.errors import reason
+
+
+@dataclass(frozen=True)
+class PackedLayers:
+    """Linear layers of a checkpoint, made of its packed matrices.
+
+    Attributes:
+        config: transformers' own of the model, without a word of its quantization.
+        layers: by the names of the modules that they replace.
+    """
+
+    config: Any
+    layers: Mapping[str, nn.Module]
+
+    @classmethod
+    def of(cls, where: str, weights: PackedWeights) -> PackedLayers:
+        """Make the layers.
+
+        Args:
+            where: directory or hub id of the checkpoint.
+            weights: its tensors.
+
+        Raises:
+            UnreadError: a packed matrix is no linear layer of the model.
+        """
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(where)
+            del config.quantization_config
+            kind = reading_classes(where, gguf=None, trust_remote_code=False)[0]
+            with torch.device("meta"):
+                empty = dict(kind.from_config(config).named_modules())
+        except Exception as cause:
+            raise UnreadError(f"transformers makes no empty model of it ({reason(cause)})") from cause
+        layers: dict[str, nn.Module] = {}
+        for stem in sorted(weights.packed):
+            given, name = weights[f"{stem}.weight"], f"{stem}.weight"
+            place = empty.get(stem)
+            if type(place) is not nn.Linear or place.weight.shape != given.shape:
+                raise UnreadError(f"its {name} of shape {tuple(given.shape)} is no linear layer of the model")
+            product = product_of(given, weights.optional(f"{stem}.bias"))
+            layers[stem] = Part(product, 0, len(given))
+        return cls(config, layers)
+
+    def __deepcopy__(self, memo: object) -> PackedLayers:
+        return self  # transformers gets copies of its options, and nothing changes the layers
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How `from_pretrained` is called to put the layers in."""
+        return {"config": self.config, "quantization_config": _config_class()(self)}
+
+
+@functools.cache
+def _config_class() -> Any:
+    """The class of transformers' description of this method, which is made known to it."""
+    from transformers.quantizers.auto import register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    class PackedConfig(QuantizationConfigMixin):
+        def __init__(self, given: PackedLayers) -> None:
+            self.quant_method: Any = PACKED
+            self.given = given
+
+        def to_dict(self) -> dict[str, Any]:
+            return {"quant_method": PACKED}
+
+    @register_quantizer(PACKED)
+    class PackedQuantizer(HfQuantizer):
+        quantization_config: PackedConfig
+        is_trainable = False
+
+        def is_serializable(self) -> bool:
+            return False
+
+        def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+            for name, layer in self.quantization_config.given.layers.items():
+                model.set_submodule(name, layer)
+                model._keys_to_ignore_on_load_unexpected.add(rf"^{re.escape(name)}\.")  # noqa: SLF001
+
+    return PackedConfig
