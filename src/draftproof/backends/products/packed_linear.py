@@ -380,7 +380,7 @@ class StoredProduct(Product):
         self._types = sorted({LAYOUTS[each.type].name for each in matrices})
         self._matrices = matrices if all(each.release for each in matrices) else ()
         self._operations = operations
-        self._multiply = operations.ggml_product
+        self._multiply = _multiply_stored
         self.weight = GGMLWeight.joined([repacked(each) for each in matrices])
 
     def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:  # noqa: ARG002 - of Product
@@ -396,6 +396,13 @@ class StoredProduct(Product):
         if not self._matrices:  # outputs of inputs that are 1 once, which 8 bits hold
             return self._multiply(torch.eye(self.weight.ins, dtype=self._operations.dtype), self.weight, None).t()
         return torch.cat([dense(each) for each in self._matrices])
+
+
+def _multiply_stored(x: Tensor, weight: GGMLWeight, bias: Tensor | None, onto: Tensor | None = None) -> Tensor:
+    """The product in the dtype of the rows: a model of bfloat16 may be compared in float32."""
+    operations = native.operations_for(x)
+    assert operations is not None, "the caller looked"
+    return operations.ggml_product(x, weight, bias, onto)
 
 
 def operations_for_stored(matrix: StoredMatrix) -> Operations:
