@@ -331,6 +331,8 @@ def write_hybrid(path, model, name, kinds=(None,), changes=None, extra=(), witho
         add[type(value)](key if key.split(".")[0] in ("tokenizer", "general") else f"{architecture}.{key}", value)
     number = 0
     for place, weight in tensors_of(model, architecture).items():
+        if architecture == "falcon-h1":
+            place = place.replace("ffn_norm.weight", "ffn_norm")
         if place in without:
             continue
         content = np.ascontiguousarray(weight.detach().float().numpy())

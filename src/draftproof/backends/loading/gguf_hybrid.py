@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +24,9 @@ from draftproof.backends.lean.traits import LLAMA, Experts, UnreadError
 from draftproof.backends.loading.gguf_rotary import FACTORS, longest
 from draftproof.backends.loading.gguf_tensors import FileTensors, end_tokens, experts_of, named, single
 from draftproof.backends.loading.options import ACTIVATIONS
+from draftproof.backends.loading.stored_snapshots import StoredSnapshotBackend, attention_name
 from draftproof.backends.products.packed_linear import StoredProduct, dense
 from draftproof.backends.products.stored_modules import StoredEmbedding, StoredLinear
-from draftproof.errors import UserError
 from draftproof.models.gguf_file import GGUFFile, generation_config
 from draftproof.native.ggml import StoredMatrix, why_not_joined
 
@@ -262,7 +262,7 @@ def _falcon_h1_sources(_: Any) -> dict[str, Source | str]:
     return {
         **_ATTENTION,
         **_mamba_sources(),
-        "pre_ff_layernorm": "ffn_norm",
+        "pre_ff_layernorm.weight": Source(("ffn_norm",)),
         **{f"feed_forward.{name}": place for name, place in _GATED.items()},
     }
 
@@ -332,34 +332,6 @@ def read_hybrid(
     made = (SnapshotBackend if tensors.bits is None else StoredSnapshotBackend)(model, name=name, check=check)
     made.facts = replace(made.facts, bits=tensors.bits)
     return made
-
-
-class StoredSnapshotBackend(SnapshotBackend):
-    """A model with recurrent layers whose weights have few bits."""
-
-    def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
-        """Rows of the output layer's weight."""
-        head = self.model.get_output_embeddings()
-        return head.product.rows(ids) if isinstance(head, StoredLinear) else super().output_rows(ids)
-
-    def quantizing(self, bits: int) -> NoReturn:
-        """Refused: see Raises.
-
-        Raises:
-            UserError: always; the weights have few bits already.
-        """
-        raise UserError(
-            f"{self.name} cannot be quantized to {bits} bits: its weights have few bits already; it can be drafted for "
-            "by another drafter"
-        )
-
-    def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> NoReturn:  # noqa: ARG002 - of SlotBackend
-        """Refused: see Raises.
-
-        Raises:
-            UserError: always; the weights are those of a file.
-        """
-        raise UserError(f"the weights of {self.name} cannot be changed: they are the blocks of a .gguf file")
 
 
 class StoredMixture(nn.Module):
@@ -434,7 +406,7 @@ class _Filling:
         self._unread = set(file.tensors)
         config: Any = AutoConfig.for_model(hybrid.kind, **{**_common(file), **hybrid.fields(file)})
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_name())
         self.model = model.eval()
         self._sources = hybrid.sources(config)
         inner, (last, source) = model.model, hybrid.norm

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
+from draftproof.backends.recurrent.convolutions import AFTER_STATE, ALL, Convolution
 from draftproof.backends.recurrent.native_rule import NativeRule
 from draftproof.backends.recurrent.states import StateView
 
@@ -54,6 +55,10 @@ def follow_passes(mixers: Sequence[nn.Module]) -> None:
                 names[name] = Recurrence(found, _one_chunk(found), FEW)
             elif name == _STATELESS_SCAN:
                 names[name] = StatelessScan(found)
+            elif name in (ALL, AFTER_STATE) and callable(found):
+                convolution = Convolution.of(name, found)
+                if convolution is not None:
+                    names[name] = _InPasses(found, convolution)
             elif _CHUNKED in name and callable(single := names.get(other)):
                 rule = NativeRule.of(single)
                 names[name] = Recurrence(found, rule or single, sys.maxsize if rule else FEW)
