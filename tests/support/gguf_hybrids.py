@@ -1,5 +1,6 @@
 """GGUF files of models with recurrent layers, as llama.cpp's converter writes them from transformers' weights."""
 
+import copy
 import math
 
 import numpy as np
@@ -180,47 +181,61 @@ def _multiplied(weight, part, config):
     return weight * by.get(part, 1.0)
 
 
+def _changed(stem, suffix, weight, architecture, config):
+    """A tensor of a layer with the numbers that a file has."""
+    part = f"{stem}.{suffix}"
+    if architecture == "falcon-h1" and suffix == "weight":
+        return _multiplied(weight, stem, config)
+    if architecture.startswith("qwen35") and "linear_attn." in part and (last := part.split(".")[1]) in _VALUES:
+        weight = _by_second_key(weight, *_VALUES[last], config)
+    if architecture.startswith("qwen3") and stem.endswith("norm") and stem != "linear_attn.norm":
+        return weight + 1.0
+    return -weight.exp() if suffix == "A_log" else weight
+
+
+def _taken_apart(stem, suffix, weight, config):
+    """Tensors of a layer that are several in a file, or have another name, by name; nothing for all others."""
+    if suffix in _SPECIAL:
+        return {_SPECIAL[suffix]: weight if suffix == "dt_bias" or stem == "linear_attn" else weight.unsqueeze(-1)}
+    if stem.endswith("in_proj_qkvz"):
+        return dict(zip(("attn_qkv.weight", "attn_gate.weight"), _one_after_another(weight, config), strict=True))
+    if stem in ("mlp.experts", "block_sparse_moe.experts"):
+        halves = (
+            {"down": weight} if suffix == "down_proj" else dict(zip(("gate", "up"), weight.chunk(2, 1), strict=True))
+        )
+        return {f"ffn_{half}_exps.weight": view for half, view in halves.items()}
+    if stem.startswith("shared_mlp."):
+        kind = "_shexp" if config.num_local_experts else ""
+        halves = {"down": weight} if "output" in stem else dict(zip(("gate", "up"), weight.chunk(2), strict=True))
+        return {f"ffn_{half}{kind}.weight": view for half, view in halves.items()}
+    return {}
+
+
+_SPECIAL = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
+
+
 def tensors_of(model, architecture):
     """The tensors of a file, by name."""
     config, found = model.config, {}
     tied = model.lm_head.weight is model.model.embed_tokens.weight
-    names = {**_NAMES, "post_attention_layernorm": "post_attention_norm"}
-    if architecture == "granitehybrid":
-        names |= {"post_attention_layernorm": "ffn_norm"}
-    for name, weight in model.state_dict().items():
+    between = "ffn_norm" if architecture == "granitehybrid" else "post_attention_norm"
+    names = {**_NAMES, "post_attention_layernorm": between}
+    for name, own in model.state_dict().items():
         if name == "lm_head.weight" and tied:
             continue
         inside = name.startswith("model.layers.")
         _, _, number, part = name.split(".", 3) if inside else ("", "", "", name)
         at, (stem, _, suffix) = f"blk.{number}." if inside else "", part.rpartition(".")
-        if architecture == "falcon-h1" and suffix == "weight":
-            weight = _multiplied(weight, stem, config)
-        if architecture.startswith("qwen35") and "linear_attn." in part and (last := part.split(".")[1]) in _VALUES:
-            weight = _by_second_key(weight, *_VALUES[last], config)
-        if architecture.startswith("qwen3") and stem.endswith("norm") and stem != "linear_attn.norm":
-            weight = weight + 1.0
-        if suffix in ("A_log", "D", "dt_bias"):
-            special = {"A_log": ("ssm_a", -weight.exp()), "D": ("ssm_d", weight), "dt_bias": ("ssm_dt.bias", weight)}
-            place, weight = special[suffix]
-            flat = suffix == "dt_bias" or "linear_attn" in part
-            found[at + place] = weight if flat else weight.unsqueeze(-1)
-        elif stem.endswith("in_proj_qkvz"):
-            found[f"{at}attn_qkv.weight"], found[f"{at}attn_gate.weight"] = _one_after_another(weight, config)
-        elif "experts.gate_up_proj" in part or "input_linear" in part:
-            dim = weight.dim() - 2
-            kind = "_exps" if dim else "_shexp" if config.num_local_experts else ""
-            for half, view in zip(("gate", "up"), weight.chunk(2, dim), strict=True):
-                found[f"{at}ffn_{half}{kind}.weight"] = view
-        elif "experts.down_proj" in part and "shared" not in part:
-            found[f"{at}ffn_down_exps.weight"] = weight
-        elif "output_linear" in part:
-            found[f"{at}ffn_down{'_shexp' if config.num_local_experts else ''}.weight"] = weight
-        else:
+        weight = _changed(stem, suffix, own, architecture, config)
+        several = _taken_apart(stem, suffix, weight, config)
+        if not several:
             if stem == "mamba.norm":
                 weight = weight.view(config.mamba_n_groups, -1)
-            if weight.dim() == 3:  # of a convolution
-                weight = weight.squeeze(1)
-            found[f"{at}{names[stem]}.{suffix}"] = weight[0] if stem == "mlp.shared_expert_gate" else weight
+            weight = weight.squeeze(1) if weight.dim() == 3 else weight  # of a convolution
+            several = {f"{names[stem]}.{suffix}": weight[0] if stem == "mlp.shared_expert_gate" else weight}
+        if architecture == "falcon-h1" and stem == "pre_ff_layernorm":
+            several = {"ffn_norm": weight}
+        found |= {at + place: view for place, view in several.items()}
     return found
 
 
@@ -235,7 +250,7 @@ def metadata_of(config, architecture):
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": 1e-5,
         "rope.freq_base": 50000.0,
-        "vocab_size": VOCAB,
+        "vocab_size": config.vocab_size,
     }
     kinds = config.layer_types if architecture in ("lfm2", "granitehybrid") else []
     if kinds:
@@ -277,27 +292,30 @@ def metadata_of(config, architecture):
     return made
 
 
-def tokens():
-    """A tokenizer of bytes, and of tokens without a use, as metadata."""
+def tokens(count):
+    """A tokenizer of bytes, and of tokens without a use, as metadata; the first ones of them."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     letters = sorted(ByteLevel.alphabet())
     words = [*letters, letters[0] + letters[1]]
-    words += [f"token {number}" for number in range(len(words), VOCAB)]
+    words = [*words, *(f"token {number}" for number in range(len(words), VOCAB))][:count]
     found = {
         "model": "gpt2",
         "pre": "qwen2",
         "tokens": words,
-        "token_type": [1] * VOCAB,
+        "token_type": [1] * count,
         "merges": [f"{letters[0]} {letters[1]}"],
-        "eos_token_id": VOCAB - 1,
+        "eos_token_id": count - 1,
     }
     return {f"tokenizer.ggml.{key}": value for key, value in found.items()}
 
 
-def hybrid_model(name):
-    """A random model of CONFIGS, all of whose parts count."""
-    model = random_model(CONFIGS[name], seed=3)
+def hybrid_model(name, **changes):
+    """A random model of CONFIGS, all of whose parts count; `changes` of its config."""
+    config = copy.deepcopy(CONFIGS[name])
+    for key, value in changes.items():
+        setattr(config, key, value)
+    model = random_model(config, seed=3)
     source = torch.Generator().manual_seed(7)
     for part, each in model.named_parameters():
         if part.endswith(("dt_bias", "conv1d.bias", ".D")):
@@ -325,14 +343,16 @@ def write_hybrid(path, model, name, kinds=(None,), changes=None, extra=(), witho
 
     architecture = name.split(",")[0]
     writer = GGUFWriter(path, architecture)
-    for key, value in {**metadata_of(model.config, architecture), **tokens(), **(changes or {})}.items():
+    for key, value in {
+        **metadata_of(model.config, architecture),
+        **tokens(model.config.vocab_size),
+        **(changes or {}),
+    }.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add[list] = writer.add_array
         add[type(value)](key if key.split(".")[0] in ("tokenizer", "general") else f"{architecture}.{key}", value)
     number = 0
     for place, weight in tensors_of(model, architecture).items():
-        if architecture == "falcon-h1":
-            place = place.replace("ffn_norm.weight", "ffn_norm")
         if place in without:
             continue
         content = np.ascontiguousarray(weight.detach().float().numpy())

@@ -141,7 +141,7 @@ class SnapshotBackend(HFBackend):
     """
 
     kind = "snapshot"
-    rounded = False  # whether inputs of products are rounded to 8 bits
+    rounds_inputs = False  # whether inputs of products are rounded to 8 bits
 
     def __init__(self, model: Any, *, name: str | None = None, check: bool = True) -> None:
         self._mixers = mixers_of(model) or ()
@@ -175,7 +175,7 @@ class SnapshotBackend(HFBackend):
 
     def _probe(self) -> Probe:
         self.capabilities = replace(self.capabilities, trees=False)
-        return Probe(self.model, self.name, recurrent=True, stepped=self._goes_on.own, rounded=self.rounded)
+        return Probe(self.model, self.name, recurrent=True, stepped=self._goes_on.own, rounded=self.rounds_inputs)
 
     def _multiply_natively(self) -> None:
         own = self.model

@@ -8,7 +8,7 @@ taken of decays, value heads have another order (`_tiled`), and several matrices
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,8 @@ from draftproof.backends.loading.options import ACTIVATIONS
 from draftproof.backends.loading.stored_snapshots import StoredSnapshotBackend, attention_name
 from draftproof.backends.products.packed_linear import StoredProduct, dense
 from draftproof.backends.products.stored_modules import StoredEmbedding, StoredLinear
+from draftproof.backends.recurrent.delta_net import follow_evenly
+from draftproof.errors import reason
 from draftproof.models.gguf_file import GGUFFile, generation_config
 from draftproof.native.ggml import StoredMatrix, why_not_joined
 
@@ -400,13 +402,18 @@ class _Filling:
     def __init__(self, tensors: FileTensors, hybrid: Hybrid, dtype: torch.dtype) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        kind: Any = AutoModelForCausalLM
         file = tensors.file
         self._tensors = tensors
         self._dtype = dtype
         self._unread = set(file.tensors)
-        config: Any = AutoConfig.for_model(hybrid.kind, **{**_common(file), **hybrid.fields(file)})
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_name())
+        fields = {**_common(file), **hybrid.fields(file)}
+        try:
+            config: Any = AutoConfig.for_model(hybrid.kind, **fields)
+            with torch.device("meta"):
+                model = kind.from_config(config, dtype=dtype, attn_implementation=attention_name())
+        except Exception as cause:  # whatever transformers raises for numbers that do not belong together
+            raise UnreadError(f"transformers makes no model of its metadata ({reason(cause)})") from cause
         self.model = model.eval()
         self._sources = hybrid.sources(config)
         inner, (last, source) = model.model, hybrid.norm
@@ -421,6 +428,9 @@ class _Filling:
             if experts is not None:
                 setattr(layer, hybrid.mixture, self._mixture(f"blk.{number}.", experts))
             self._layer(layer, f"blk.{number}.")
+            for part, each in layer.named_children():
+                if part == "linear_attn":
+                    follow_evenly(each)
         beyond = tuple(f"blk.{number}." for number in range(len(inner.layers), int(named(file, "block_count"))))
         left = sorted(each for each in self._unread if not each.startswith(beyond))
         if left:
@@ -485,20 +495,19 @@ class _Filling:
         return _Loaded(parts, None if alone else rows, _unless_in_order(source.inputs), bias)
 
     def _linear(self, module: nn.Module, found: Mapping[str, _Loaded]) -> None:
-        """Fill linear layers that read the same inputs, as one product where all of them have few bits."""
-        few = [name for name, each in found.items() if each.few]
-        parts = [part for name in few for part in found[name].parts]
-        together = all(found[name].bias is None for name in few) and why_not_joined(parts) is None
-        for names in [few] if few and together else [[name] for name in few]:
-            matrices = [part for name in names for part in found[name].parts]
+        """Fill linear layers that read the same inputs; those of few bits are one product, as far as they join."""
+        few = [name for name, each in found.items() if each.matrices]
+        joined = next((count for count in range(len(few), 1, -1) if _join(found[name] for name in few[:count])), 0)
+        for names in filter(None, (few[:joined], *([name] for name in few[joined:]))):
+            matrices = [matrix for name in names for matrix in found[name].matrices]
             product, start = StoredProduct(matrices, found[names[0]].bias), 0
             for name in names:
-                stop = start + sum(len(part) for part in found[name].parts)
+                stop = start + sum(len(matrix) for matrix in found[name].matrices)
                 setattr(module, name, StoredLinear(product, start, stop, found[name].rows, found[name].inputs))
                 start = stop
         for name, each in found.items():
-            if name not in few:
-                layer = module.get_submodule(name)
+            if not each.matrices:
+                layer: Any = module.get_submodule(name)
                 layer.weight = nn.Parameter(each.dense(), requires_grad=False)
                 layer.bias = each.bias
 
@@ -554,16 +563,23 @@ class _Loaded:
     bias: nn.Parameter | None
 
     @property
-    def few(self) -> bool:
-        """Whether it is a product with few bits."""
-        matrices = [each for each in self.parts if isinstance(each, StoredMatrix)]
-        return len(matrices) == len(self.parts) and why_not_joined(matrices) is None
+    def matrices(self) -> list[StoredMatrix]:
+        """The parts, where they can be a product of few bits."""
+        found = [each for each in self.parts if isinstance(each, StoredMatrix)]
+        return found if len(found) == len(self.parts) and why_not_joined(found) is None else []
 
     def dense(self) -> Float[Tensor, "out in"]:
         """What the numbers stand for."""
         made = torch.cat([each if isinstance(each, Tensor) else dense(each) for each in self.parts])
         made = made if self.rows is None else made[self.rows]
         return made if self.inputs is None else made[:, self.inputs.argsort()]
+
+
+def _join(layers: Iterable[_Loaded]) -> bool:
+    """Whether linear layers can be one product."""
+    every = list(layers)
+    matrices = [matrix for each in every for matrix in each.matrices]
+    return all(each.bias is None for each in every) and why_not_joined(matrices) is None
 
 
 def _groups(names: Collection[str]) -> Iterator[Sequence[str]]:

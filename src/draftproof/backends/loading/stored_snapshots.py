@@ -32,7 +32,7 @@ _NAME = "draftproof"
 class StoredSnapshotBackend(SnapshotBackend):
     """A model with recurrent layers whose weights have few bits; its config names `attention_name()`."""
 
-    rounded = True
+    rounds_inputs = True
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the output layer's weight."""
