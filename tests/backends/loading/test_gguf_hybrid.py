@@ -99,7 +99,7 @@ def test_products_of_blocks_are_those_of_their_numbers(name, written, loaded):
 def test_texts_are_equal_with_and_without_drafts(name, loaded):
     backend, prompt = loaded(name), [5, 9, 2, 7] * 4
     for temperature in (0.0, 1.0):
-        params = SamplingParams(max_tokens=40, temperature=temperature, seed=4, ignore_eos=True)
+        params = SamplingParams(max_tokens=24, temperature=temperature, seed=4, ignore_eos=True)
         texts = []
         for drafter in (None, NgramDrafter()):
             engine = Engine(backend, drafter, make_verifier("gumbel"))
@@ -138,13 +138,13 @@ def test_attention_of_torch_would_be_seen(loaded, monkeypatch):
 
 
 def distribution(backend, drafter):
-    """Of outputs of four tokens, by enumeration."""
+    """Of outputs of three tokens, by enumeration."""
 
     def make(round_rng):
         return Engine(backend, drafter(), make_verifier("token"), round_rng=round_rng)
 
     with checks_off():
-        return engine_distribution(make, [0, 1, 2, 0, 1], SamplingParams(max_tokens=4, ignore_eos=True))
+        return engine_distribution(make, [0, 1, 2, 0, 1], SamplingParams(max_tokens=3, ignore_eos=True))
 
 
 @pytest.mark.parametrize(

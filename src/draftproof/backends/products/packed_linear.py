@@ -380,7 +380,7 @@ class StoredProduct(Product):
         self._types = sorted({LAYOUTS[each.type].name for each in matrices})
         self._matrices = matrices if all(each.release for each in matrices) else ()
         self._operations = operations
-        self._multiply = _multiply_stored
+        self._multiply = functools.partial(_multiplied, operations)
         self.weight = GGMLWeight.joined([repacked(each) for each in matrices])
 
     def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:  # noqa: ARG002 - of Product
@@ -398,11 +398,13 @@ class StoredProduct(Product):
         return torch.cat([dense(each) for each in self._matrices])
 
 
-def _multiply_stored(x: Tensor, weight: GGMLWeight, bias: Tensor | None, onto: Tensor | None = None) -> Tensor:
+def _multiplied(
+    operations: Operations, x: Tensor, weight: GGMLWeight, bias: Tensor | None, onto: Tensor | None = None
+) -> Tensor:
     """The product in the dtype of the rows: a model of bfloat16 may be compared in float32."""
-    operations = native.operations_for(x)
-    assert operations is not None, "the caller looked"
-    return operations.ggml_product(x, weight, bias, onto)
+    chosen = operations if x.dtype == operations.dtype else native.operations_for(x)
+    assert chosen is not None, "the caller looked"
+    return chosen.ggml_product(x, weight, bias, onto)
 
 
 def operations_for_stored(matrix: StoredMatrix) -> Operations:

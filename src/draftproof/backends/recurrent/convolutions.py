@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
+from draftproof.backends.recurrent.even import evenly
+
 ALL, AFTER_STATE = "causal_conv1d_fn", "causal_conv1d_update"
 """Names of transformers' functions: of all tokens, after zeros; and of tokens after a state, which is changed."""
 
@@ -66,15 +68,14 @@ class Convolution:
         else:
             every = torch.cat([state, x], -1)
             state.copy_(every[..., every.shape[-1] - state.shape[-1] :])
-        # channels are neighbours in memory, so that every sum is made in vectors of the same form
         rows = every[..., every.shape[-1] - tokens - size + 1 :].transpose(1, 2).to(torch.float32).contiguous()
         taps = weight.t().to(torch.float32).contiguous()
         made = rows[:, :tokens] * taps[0]
         for number in range(1, size):
-            made.addcmul_(rows[:, number : number + tokens], taps[number])
+            made += rows[:, number : number + tokens] * taps[number]
         if bias is not None:
             made += bias
-        return _ACTIVATIONS[activation](made).to(x.dtype).transpose(1, 2)
+        return evenly(made, _ACTIVATIONS[activation]).to(x.dtype).transpose(1, 2)
 
 
 @torch.inference_mode()
