@@ -28,9 +28,11 @@ import numpy as np
 import torch
 
 from draftproof.backends.base import Feed
+from draftproof.backends.lean.backend import LeanForward
 from draftproof.backends.lean.layers import Lean
 from draftproof.backends.lean.mixture import Mixture
-from draftproof.backends.loading.gguf_model import read_model
+from draftproof.backends.loading.gguf_model import in_own_numbers
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.engine.engine import Engine
 from draftproof.models.gguf_file import GGUFFile
 from draftproof.native.ggml import TYPES
@@ -50,84 +52,206 @@ SHAPES = {
     "7b": (28, 3584, 18944, 28, 4, 128, 0, 0),
     "30b-a3b": (8, 2048, 768, 32, 4, 128, 128, 8),  # of 48 layers
 }
+HYBRIDS = ("lfm2-1.2b", "qwen3.5-0.8b")
 VOCAB = 151936
 ROWS, PROMPTS, TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12), (128, 896), 64
-Q5_0, Q8_0, Q4_K, Q6_K = 6, 8, 12, 14
+Q5_0, Q8_0, Q4_K, Q5_K, Q6_K = 6, 8, 12, 13, 14
 
 
-def write_tokens(writer: Any) -> None:
+def write_tokens(writer: Any, vocab: int, pre: str) -> None:
     """A tokenizer of bytes and of tokens without a use."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
+    writer.add_tokenizer_pre(pre)
     letters = sorted(ByteLevel.alphabet())
     tokens = [*letters, letters[0] + letters[1]]
-    writer.add_token_list(tokens + [f"token {number}" for number in range(len(tokens), VOCAB)])
-    writer.add_token_types([1] * VOCAB)
+    writer.add_token_list(tokens + [f"token {number}" for number in range(len(tokens), vocab)])
+    writer.add_token_types([1] * vocab)
     writer.add_token_merges([f"{letters[0]} {letters[1]}"])
-    writer.add_eos_token_id(VOCAB - 1)
+    writer.add_eos_token_id(vocab - 1)
+
+
+class Written:
+    """A file that is being written.
+
+    Args:
+        path: of it.
+        architecture: in GGUF.
+        vocab: number of tokens.
+        pre: name of the pre-tokenizer.
+        numbers: of the metadata, by key.
+    """
+
+    def __init__(self, path: Path, architecture: str, vocab: int, pre: str, **numbers: float | list[int]) -> None:
+        import gguf
+
+        self._types = gguf.GGMLQuantizationType
+        self._blocks = functools.cache(random_blocks)  # layers may have the same numbers
+        self._writer = gguf.GGUFWriter(path, architecture)
+        for key, value in numbers.items():
+            add: Any = {int: self._writer.add_uint32, float: self._writer.add_float32, list: self._writer.add_array}
+            add[type(value)](f"{architecture}.{key}", value)
+        write_tokens(self._writer, vocab, pre)
+
+    def matrix(self, name: str, outs: int, ins: int, kind: int, count: int = 0) -> None:
+        """Random blocks; of a related type where rows are not whole blocks."""
+        kind = kind if ins % TYPES[kind].elements == 0 else {Q4_K: Q5_0, Q6_K: Q8_0}[kind]
+        made = self._blocks(kind, max(count, 1) * outs, ins, seed=outs + ins, scale=SCALES[kind])
+        shaped = made.reshape(*([count] if count else []), outs, -1)
+        self._writer.add_tensor(f"{name}.weight", shaped, raw_dtype=self._types(kind))
+
+    def floats(self, name: str, content: Any) -> None:
+        """A tensor in float32."""
+        self._writer.add_tensor(name, np.asarray(content, np.float32))
+
+    def end(self) -> None:
+        """Write everything."""
+        self._writer.write_header_to_file()
+        self._writer.write_kv_data_to_file()
+        self._writer.write_tensors_to_file()
+        self._writer.close()
+
+
+def more_bits(layer: int, layers: int) -> int:
+    """The type of a layer's values and last feed-forward matrices in a Q4_K_M file."""
+    eighth = layers // 8
+    return Q6_K if layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2 else Q4_K
+
+
+def write_lfm2(path: Path) -> None:
+    """A file with the shape of LFM2-1.2B."""
+    layers, width, inner, attends = 16, 2048, 8192, (2, 5, 8, 10, 12, 14)
+    numbers: dict[str, float | list[int]] = {
+        "block_count": layers,
+        "context_length": 128000,
+        "embedding_length": width,
+        "feed_forward_length": inner,
+        "attention.head_count": 32,
+        "attention.head_count_kv": [8 if layer in attends else 0 for layer in range(layers)],
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 1e6,
+        "shortconv.l_cache": 3,
+        "vocab_size": 65536,
+    }
+    file = Written(path, "lfm2", 65536, "lfm2", **numbers)
+    file.matrix("token_embd", 65536, width, Q6_K)
+    file.floats("token_embd_norm.weight", np.ones(width))
+    for layer in range(layers):
+        at = f"blk.{layer}."
+        for norm in ("attn_norm", "ffn_norm"):
+            file.floats(f"{at}{norm}.weight", np.ones(width))
+        if layer in attends:
+            for part, outs, kind in (("q", width, Q4_K), ("k", 512, Q4_K), ("v", 512, more_bits(layer, layers))):
+                file.matrix(f"{at}attn_{part}", outs, width, kind)
+            for part in ("q", "k"):
+                file.floats(f"{at}attn_{part}_norm.weight", np.ones(64))
+            file.matrix(f"{at}attn_output", width, width, Q4_K)
+        else:
+            file.matrix(f"{at}shortconv.in_proj", 3 * width, width, Q4_K)
+            file.matrix(f"{at}shortconv.out_proj", width, width, Q4_K)
+            file.floats(f"{at}shortconv.conv.weight", np.random.default_rng(layer).standard_normal((width, 3)) / 2)
+        for part in ("gate", "up"):
+            file.matrix(f"{at}ffn_{part}", inner, width, Q4_K)
+        file.matrix(f"{at}ffn_down", width, inner, more_bits(layer, layers))
+    file.end()
+
+
+def write_qwen35(path: Path) -> None:
+    """A file with the shape of Qwen3.5-0.8B."""
+    layers, width, inner, vocab, heads, keys, dim, linear = 24, 1024, 3584, 248320, 8, 2, 256, 2048
+    numbers: dict[str, float | list[int]] = {
+        "block_count": layers,
+        "context_length": 262144,
+        "embedding_length": width,
+        "feed_forward_length": inner,
+        "attention.head_count": heads,
+        "attention.head_count_kv": keys,
+        "attention.key_length": dim,
+        "attention.value_length": dim,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 1e7,
+        "rope.dimension_count": 64,
+        "rope.dimension_sections": [11, 11, 10, 0],
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": 128,
+        "ssm.group_count": 16,
+        "ssm.time_step_rank": 16,
+        "ssm.inner_size": linear,
+        "full_attention_interval": 4,
+    }
+    file = Written(path, "qwen35", vocab, "qwen35", **numbers)
+    file.matrix("token_embd", vocab, width, Q6_K)
+    file.floats("output_norm.weight", np.ones(width))
+    for layer in range(layers):
+        at, more = f"blk.{layer}.", more_bits(layer, layers)
+        for norm in ("attn_norm", "post_attention_norm"):
+            file.floats(f"{at}{norm}.weight", np.ones(width))
+        if layer % 4 == 3:
+            for part, outs, kind in (("q", 2 * heads * dim, Q4_K), ("k", keys * dim, Q4_K), ("v", keys * dim, more)):
+                file.matrix(f"{at}attn_{part}", outs, width, kind)
+            for part in ("q", "k"):
+                file.floats(f"{at}attn_{part}_norm.weight", np.ones(dim))
+            file.matrix(f"{at}attn_output", width, heads * dim, Q4_K)
+        else:
+            source = np.random.default_rng(layer)
+            file.matrix(f"{at}attn_qkv", 3 * linear, width, Q5_K)
+            file.matrix(f"{at}attn_gate", linear, width, Q4_K)
+            for part in ("alpha", "beta"):
+                file.matrix(f"{at}ssm_{part}", 16, width, Q4_K)
+            file.matrix(f"{at}ssm_out", width, linear, Q4_K)
+            file.floats(f"{at}ssm_conv1d.weight", source.standard_normal((3 * linear, 4)) / 2)
+            file.floats(f"{at}ssm_norm.weight", np.ones(128))
+            file.floats(f"{at}ssm_a", -source.uniform(0.1, 2.0, 16))
+            file.floats(f"{at}ssm_dt.bias", np.zeros(16))
+        for part in ("gate", "up"):
+            file.matrix(f"{at}ffn_{part}", inner, width, Q4_K)
+        file.matrix(f"{at}ffn_down", width, inner, more)
+    file.end()
 
 
 def write_shape(path: Path, name: str) -> None:
     """A file with the shape of a Qwen2.5 or Qwen3 model and the types of tensors that a Q4_K_M file of it has."""
-    import gguf
-
+    if name in HYBRIDS:
+        {"lfm2-1.2b": write_lfm2, "qwen3.5-0.8b": write_qwen35}[name](path)
+        return
     layers, width, inner, heads, keys, dim, experts, chosen = SHAPES[name]
-    writer = gguf.GGUFWriter(path, "qwen3moe" if experts else "qwen2")
-    writer.add_block_count(layers)
-    writer.add_context_length(32768)
-    writer.add_embedding_length(width)
-    writer.add_feed_forward_length(inner)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(keys)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1e6)
+    numbers: dict[str, float | list[int]] = {
+        "block_count": layers,
+        "context_length": 32768,
+        "embedding_length": width,
+        "feed_forward_length": inner,
+        "attention.head_count": heads,
+        "attention.head_count_kv": keys,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 1e6,
+    }
     if experts:
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(chosen)
-        writer.add_expert_feed_forward_length(inner)
-        writer.add_key_length(dim)
-        writer.add_value_length(dim)
-    write_tokens(writer)
-
-    blocks = functools.cache(random_blocks)  # layers may have the same numbers
-
-    def matrix(name: str, outs: int, ins: int, kind: int, count: int = 0) -> None:
-        kind = kind if ins % TYPES[kind].elements == 0 else {Q4_K: Q5_0, Q6_K: Q8_0}[kind]
-        made = blocks(kind, max(count, 1) * outs, ins, seed=outs + ins, scale=SCALES[kind])
-        shaped = made.reshape(*([count] if count else []), outs, -1)
-        writer.add_tensor(f"{name}.weight", shaped, raw_dtype=gguf.GGMLQuantizationType(kind))
-
-    def vector(name: str, size: int, value: float) -> None:
-        writer.add_tensor(name, np.full(size, value, np.float32))
-
-    matrix("output", VOCAB, width, Q6_K)
-    matrix("token_embd", VOCAB, width, Q4_K)
-    vector("output_norm.weight", width, 1.0)
+        numbers |= {"expert_count": experts, "expert_used_count": chosen, "expert_feed_forward_length": inner}
+        numbers |= {"attention.key_length": dim, "attention.value_length": dim}
+    file = Written(path, "qwen3moe" if experts else "qwen2", VOCAB, "qwen2", **numbers)
+    file.matrix("output", VOCAB, width, Q6_K)
+    file.matrix("token_embd", VOCAB, width, Q4_K)
+    file.floats("output_norm.weight", np.ones(width))
     for layer in range(layers):
-        at, eighth = f"blk.{layer}.", layers // 8
-        more = Q6_K if layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2 else Q4_K
+        at, more = f"blk.{layer}.", more_bits(layer, layers)
         for norm in ("attn_norm", "ffn_norm"):
-            vector(f"{at}{norm}.weight", width, 1.0)
+            file.floats(f"{at}{norm}.weight", np.ones(width))
         for part, outs, kind in (("q", heads * dim, Q4_K), ("k", keys * dim, Q4_K), ("v", keys * dim, more)):
-            matrix(f"{at}attn_{part}", outs, width, kind)
+            file.matrix(f"{at}attn_{part}", outs, width, kind)
             if not experts:
-                vector(f"{at}attn_{part}.bias", outs, 0.0)
-        matrix(f"{at}attn_output", width, heads * dim, Q4_K)
+                file.floats(f"{at}attn_{part}.bias", np.zeros(outs))
+        file.matrix(f"{at}attn_output", width, heads * dim, Q4_K)
         of = "_exps" if experts else ""
-        matrix(f"{at}ffn_gate{of}", inner, width, Q4_K, experts)
-        matrix(f"{at}ffn_up{of}", inner, width, Q4_K, experts)
-        matrix(f"{at}ffn_down{of}", width, inner, more, experts)
+        file.matrix(f"{at}ffn_gate{of}", inner, width, Q4_K, experts)
+        file.matrix(f"{at}ffn_up{of}", inner, width, Q4_K, experts)
+        file.matrix(f"{at}ffn_down{of}", width, inner, more, experts)
         if experts:
-            vector(f"{at}attn_q_norm.weight", dim, 1.0)
-            vector(f"{at}attn_k_norm.weight", dim, 1.0)
+            file.floats(f"{at}attn_q_norm.weight", np.ones(dim))
+            file.floats(f"{at}attn_k_norm.weight", np.ones(dim))
             router = np.random.default_rng(layer).standard_normal((experts, width)) / width**0.5
-            writer.add_tensor(f"{at}ffn_gate_inp.weight", router.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+            file.floats(f"{at}ffn_gate_inp.weight", router)
+    file.end()
 
 
 # --- ours, in a process of its own ------------------------------------------------------------------------------------
@@ -185,7 +309,8 @@ def experts_read(lean: Lean, run: Callable[[], object]) -> tuple[float, float]:
 def serve(path: str) -> None:
     """Load a file, and time what is asked for on stdin: a pass of some rows, or a text."""
     start = time.perf_counter()
-    backend = read_model(GGUFFile(Path(path)), name="file", dtype=torch.float32)
+    backend = in_own_numbers(GGUFFile(Path(path)), "file", LoadOptions())
+    assert backend is not None, "the file is read in its own numbers"
     session = backend.open()
     backend.forward([Feed(session, ids_of(128))])
     loaded = time.perf_counter() - start
@@ -195,20 +320,26 @@ def serve(path: str) -> None:
     print(json.dumps({"load": loaded, "peak": peak}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        start = time.perf_counter()
         if "rows" in asked:
             tree = TokenTree.chain(torch.tensor(ids_of(asked["rows"])[1:])) if asked["rows"] > 1 else None
-            run = functools.partial(backend.forward, [Feed(session, [7], tree)])
+            mine = session.fork(128)
+            assert mine is not None, "the session was closed"
+            run = functools.partial(backend.forward, [Feed(mine, [7], tree)])
             if asked.get("count"):
-                print(json.dumps(experts_read(backend.lean, run)), flush=True)
-                session.keep(128)
+                found = experts_read(backend.lean, run) if isinstance(backend, LeanForward) else (0.0, 0.0)
+                print(json.dumps(found), flush=True)
+                mine.close()
                 continue
+            start = time.perf_counter()
             run()
+            seconds = time.perf_counter() - start
+            mine.close()
         else:
             params = SamplingParams(max_tokens=asked["tokens"], temperature=0, ignore_eos=True)
+            start = time.perf_counter()
             engine.generate(asked["prompts"][0], params)
-        print(json.dumps(time.perf_counter() - start), flush=True)
-        session.keep(128)
+            seconds = time.perf_counter() - start
+        print(json.dumps(seconds), flush=True)
 
 
 class Worker:
@@ -356,7 +487,7 @@ def main() -> None:
         return
     parser = common.parser(__doc__)
     parser.add_argument("files", nargs="*", type=Path)
-    parser.add_argument("--shape", nargs="*", choices=SHAPES, default=[])
+    parser.add_argument("--shape", nargs="*", choices=(*SHAPES, *HYBRIDS), default=[])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--python", help="an interpreter with xllamacpp, for llama.cpp in turns")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The delta rule in C computes what its formula says, beside float64, and a row's bits depend on that row only."""
+"""The delta rule and state spaces in C are their formulas, beside float64, and a row's bits depend on that row only."""
 
 import math
 
@@ -76,6 +76,29 @@ def test_keys_of_any_length():
     k = 0.2 * k
     assert near(rule(q, k, v, g, beta, state, unit=False), formula(q, k, v, g, beta, state, unit=False))
     assert not near(rule(q, k, v, g, beta, state), formula(q, k, v, g, beta, state, unit=False))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_without_betas_it_is_a_state_space(shape):
+    q, k, v, g, _, state = inputs(shape)
+    share = v.shape[2] // k.shape[2]
+    keys, queries = (each.double().repeat_interleave(share, dim=2) for each in (k, q))
+    end, out = state.double(), []
+    for t in range(shape[1]):
+        end = end * g[:, t].double().exp()[..., None, None] + torch.einsum(
+            "rhd,rhs->rhds", keys[:, t], v[:, t].double()
+        )
+        out.append(torch.einsum("rhds,rhd->rhs", end, queries[:, t]))
+    expected = torch.stack(out, 1), end
+    assert near(rule(q, k, v, g, None, state, unit=False), expected)
+    for number in range(5):  # the control: another input is seen
+        given = [each * 1.1 if place == number else each for place, each in enumerate((q, k, v, g, state))]
+        assert not near(rule(*given[:4], None, given[4], unit=False), expected)
+    pieces = [rule(*(each[:, :1] for each in (q, k, v, g)), None, state, unit=False)]
+    pieces.append(rule(*(each[:, 1:] for each in (q, k, v, g)), None, pieces[0][1], unit=False))
+    whole = rule(q, k, v, g, None, state, unit=False)
+    assert torch.equal(torch.cat([out for out, _ in pieces], 1), whole[0])
+    assert torch.equal(pieces[1][1], whole[1])
 
 
 @pytest.mark.parametrize("channels", [False, True])

@@ -422,7 +422,7 @@ class Operations:
         keys: Float32[Tensor, "rows tokens key_heads dim"],
         values: Float32[Tensor, "rows tokens heads size"],
         decays: Float32[Tensor, "rows tokens heads *dim"],
-        betas: Float32[Tensor, "rows tokens heads"],
+        betas: Float32[Tensor, "rows tokens heads"] | None,
         state: Float32[Tensor, "rows heads dim size"] | None = None,
         *,
         unit: bool = True,
@@ -430,11 +430,12 @@ class Operations:
         """The gated delta rule, token by token: outputs, and the state at the end (arXiv 2412.06464, equation 10).
 
         Args:
-            queries: one head for several of the values' heads; scaled by 1 / sqrt(dim).
+            queries: one head for several of the values' heads; scaled by 1 / sqrt(dim) where there are betas.
             keys: as queries.
             values: what is remembered.
             decays: logarithms, for a head or for each of its key channels.
-            betas: how much of a value replaces what its key recalls.
+            betas: how much of a value replaces what its key recalls; None where values are added and nothing is
+                replaced, as in a state space (arXiv 2405.21060, equation 1).
             state: to begin with; zeros by default. It is not changed.
             unit: queries and keys are first brought to length one.
 
@@ -448,12 +449,14 @@ class Operations:
             )
         of_head = (rows, tokens, heads)
         by_channel = decays.dim() == 4
-        queries, keys, values, decays, betas = (x.contiguous() for x in (queries, keys, values, decays, betas))
+        queries, keys, values, decays = (x.contiguous() for x in (queries, keys, values, decays))
         require("queries", queries, torch.float32, keys.shape)
         require("keys", keys, torch.float32)
         require("values", values, torch.float32, (*of_head, size))
         require("decays", decays, torch.float32, (*of_head, dim) if by_channel else of_head)
-        require("betas", betas, torch.float32, of_head)
+        if betas is not None:
+            betas = betas.contiguous()
+            require("betas", betas, torch.float32, of_head)
         if state is not None:
             state = state.contiguous()
             require("state", state, torch.float32, (rows, heads, dim, size))

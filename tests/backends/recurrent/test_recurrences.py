@@ -10,8 +10,11 @@ from draftproof import UserError, native
 from draftproof.backends.base import Feed
 from draftproof.backends.hf.snapshots import SnapshotBackend
 from draftproof.backends.recurrent import recurrences
+from draftproof.backends.recurrent.convolutions import AFTER_STATE, ALL, Convolution
+from draftproof.backends.recurrent.even import evenly
 from draftproof.backends.recurrent.mixers import continuation, mixers_of
 from draftproof.backends.recurrent.native_rule import NativeRule
+from draftproof.backends.recurrent.native_scan import STEP, NativeScan, NativeStep
 from draftproof.backends.recurrent.recurrences import FEW, Recurrence, StatelessScan
 from draftproof.tree import TokenTree
 from support.architectures.tiny import VOCAB
@@ -182,6 +185,74 @@ def test_a_recurrent_form_that_forgets_the_state_is_refused(name, monkeypatch):
 def test_layers_without_a_recurrence_are_left_as_they_are():
     assert backend("lfm2").kind == "snapshot"
     assert not replaced("lfm2")[1]
+
+
+# --- state spaces and convolutions in few operations --------------------------------------------------------------
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["falcon_h1", "granitemoehybrid", "bamba", "mamba2"])
+def test_state_spaces_are_computed_natively(kind):
+    backend(kind)
+    names, found = replaced(kind)
+    (made,) = found.values()
+    assert isinstance(made.few, NativeScan)
+    step = names[STEP].other
+    assert isinstance(step, NativeStep)
+    for form, own in ((NativeScan, made.few.own), (NativeStep, step.own)):
+        assert form.of(own) is not None
+        assert form.of(_slightly_off(own)) is None
+        assert form.of(lambda x: x) is None
+
+
+def _slightly_off(own):
+    def other(*args, **options):
+        made = own(*args, **options)
+        return (made[0] + 1e-3, *made[1:]) if isinstance(made, tuple) else made + 1e-3
+
+    return other
+
+
+@needs_native
+def test_what_state_spaces_in_c_do_not_compute_is_left_to_transformers(monkeypatch):
+    backend("falcon_h1")
+    (made,) = replaced("falcon_h1")[1].values()
+    monkeypatch.setattr(native.operations_for(torch.zeros(1)), "delta_rule", None)
+    source = torch.Generator().manual_seed(3)
+    x, dt, B, C = (
+        torch.randn(shape, generator=source) for shape in ((1, 3, 4, 6), (1, 3, 4), (1, 3, 2, 8), (1, 3, 2, 8))
+    )
+    A = -torch.rand(4, generator=source)
+    for given in ([each.double() for each in (x, dt, A, B, C)], [x.requires_grad_(), dt, A, B, C]):
+        found, expected = (form(*given, chunk_size=4, dt_softplus=True) for form in (made.few, made.few.own))
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "falcon_h1", "mamba2"])
+@pytest.mark.parametrize("name", [ALL, AFTER_STATE])
+def test_convolutions_are_sums_in_one_order(name, kind):
+    backend(kind)
+    made = replaced(kind)[0][name].other
+    assert isinstance(made, Convolution)
+    assert Convolution.of(name, made.own) is not None
+    assert Convolution.of(name, _slightly_off(made.own)) is None
+    source = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(2, 37, 9, generator=source), torch.randn(37, 4, generator=source)
+    with torch.inference_mode():
+        whole = Convolution(made.own, states=False)(x, weight, None, "silu")
+        state, parts = torch.zeros(2, 37, 4), []
+        for start, stop in ((0, 1), (1, 6), (6, 9)):
+            parts.append(Convolution(made.own, states=True)(x[:, :, start:stop], state, weight, None, "silu"))
+    assert torch.equal(torch.cat(parts, -1), whole)
+    assert torch.equal(state, x[:, :, -4:])
+
+
+def test_functions_of_few_numbers_are_those_of_many():
+    x = torch.randn(40, 12, generator=torch.Generator().manual_seed(3))
+    for function in (torch.sigmoid, torch.nn.functional.softplus):
+        whole = evenly(x, function)
+        assert torch.equal(torch.cat([evenly(row, function) for row in x.split(1)]), whole)
+        torch.testing.assert_close(whole, function(x))
 
 
 # --- divided at the root ------------------------------------------------------------------------------------------

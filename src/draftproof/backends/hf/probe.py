@@ -157,6 +157,7 @@ class Probe:
         recurrent: whether layers with a recurrent state can be read.
         stepped: whether transformers' own generation, token by token after a prompt, is what to compare with: for
             families whose code computes other numbers for one token than for several.
+        rounded: whether inputs of products are rounded to 8 bits, which makes differences of the last digits larger.
 
     Attributes:
         windows: the kinds of attention mask that the model builds.
@@ -166,11 +167,14 @@ class Probe:
         UndraftableError: the model cannot be read piece by piece.
     """
 
-    def __init__(self, model: Any, name: str, *, recurrent: bool = False, stepped: bool = False) -> None:
+    def __init__(
+        self, model: Any, name: str, *, recurrent: bool = False, stepped: bool = False, rounded: bool = False
+    ) -> None:
         self._model = model
         self._name = name
         self._recurrent = recurrent
         self._stepped = stepped
+        self._rounded = rounded
         self._models = [model]  # whose limits are lowered together
         try:
             self.windows: Windows = windows_of(model)
@@ -300,7 +304,7 @@ class Probe:
             UndraftableError: it does not compute what the model computes.
         """
         self._models = [self._model] if twin is None else [self._model, twin]
-        tolerance = _tolerance(backend)
+        tolerance = _tolerance(torch.bfloat16 if self._rounded else backend.dtype)
         right: list[Scenario] = []
         bounds: list[tuple[Limit, str]] = [(limit, "that far it can be checked here") for limit in self._untested]
         for scenario in self._scenarios:
@@ -374,8 +378,8 @@ class Probe:
         return ""
 
 
-def _tolerance(backend: Checked) -> float:
-    return TOLERANCE.get(backend.dtype, TOLERANCE[torch.bfloat16])
+def _tolerance(dtype: torch.dtype) -> float:
+    return TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16])
 
 
 @contextmanager

@@ -141,6 +141,7 @@ class SnapshotBackend(HFBackend):
     """
 
     kind = "snapshot"
+    rounds_inputs = False  # whether inputs of products are rounded to 8 bits
 
     def __init__(self, model: Any, *, name: str | None = None, check: bool = True) -> None:
         self._mixers = mixers_of(model) or ()
@@ -174,7 +175,7 @@ class SnapshotBackend(HFBackend):
 
     def _probe(self) -> Probe:
         self.capabilities = replace(self.capabilities, trees=False)
-        return Probe(self.model, self.name, recurrent=True, stepped=self._goes_on.own)
+        return Probe(self.model, self.name, recurrent=True, stepped=self._goes_on.own, rounded=self.rounds_inputs)
 
     def _multiply_natively(self) -> None:
         own = self.model
@@ -207,7 +208,7 @@ class SnapshotBackend(HFBackend):
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         groups = self._groups(layout.feeds)
-        view = StateView(self._cache, layout.plan, groups)
+        view = self._view(layout, groups)
         divisible = self._goes_on.divisible
         with in_pass(view), in_pieces(self._mixers, view, len(layout.feeds), layout.width, divisible):
             made = self._call(layout, view, hidden=hidden)
@@ -219,6 +220,9 @@ class SnapshotBackend(HFBackend):
                 session.stage(root, State(group.now, row))
                 self._state_nbytes = State(group.now, row).nbytes
         return made
+
+    def _view(self, layout: Layout, groups: Sequence[Group]) -> StateView:
+        return StateView(self._cache, layout.plan, groups)
 
     def _inputs(self, layout: Layout, view: CacheView) -> dict[str, Any]:
         return {self._cache_name: view} if self._states_only else super()._inputs(layout, view)

@@ -12,15 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from draftproof import native
+from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.windows import FULL, SLIDING
+from draftproof.backends.hf.snapshots import SnapshotBackend
 from draftproof.backends.lean.backend import LeanForward
 from draftproof.backends.lean.checkpoint import Architecture
-from draftproof.backends.lean.traits import LLAMA, Experts, Traits, UnreadError
+from draftproof.backends.lean.traits import LLAMA, Traits, UnreadError
+from draftproof.backends.loading.gguf_hybrid import HYBRIDS, read_hybrid
 from draftproof.backends.loading.gguf_rotary import (
     FACTORS,
     Frequencies,
@@ -30,14 +31,13 @@ from draftproof.backends.loading.gguf_rotary import (
     own_frequencies,
     padded,
 )
+from draftproof.backends.loading.gguf_tensors import FileTensors, end_tokens, experts_of, named, single
 from draftproof.backends.loading.options import ACTIVATIONS, LoadOptions
 from draftproof.backends.model_info import ModelInfo
 from draftproof.backends.new_weights import misfit
-from draftproof.backends.products.packed_linear import dense, why_not_exact
 from draftproof.errors import UserError
-from draftproof.models.gguf_file import FLOATS, GGUFFile, TensorEntry, generation_config
-from draftproof.native.ggml import TYPES, StoredMatrix
-from draftproof.native.operations import MOST_EXPERTS, Operations
+from draftproof.models.gguf_file import GGUFFile, TensorEntry, generation_config
+from draftproof.native.operations import Operations
 
 _log = logging.getLogger(__name__)
 
@@ -68,9 +68,6 @@ _IN_LAYER = {
     _BEFORE: "attn_norm",
     _BETWEEN: "ffn_norm",
 }
-_SOFTMAX, _SOFTMAX_OF_CHOSEN = 1, 3  # kinds of routers, by the number that files have for them
-_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>")
-"""Texts of tokens that end an answer, as llama.cpp collects them, besides those that metadata name."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ _FAMILIES = {
 FAMILIES = tuple(_FAMILIES)
 
 
-def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> LeanForward | None:
+def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> SlotBackend | None:
     """The model in a file with the file's own numbers; None where transformers reads it, which is said.
 
     Args:
@@ -154,11 +151,13 @@ def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> LeanForwa
     Raises:
         UserError: a mixture of experts that is not known here, since transformers does not read all its metadata.
     """
-    dtype = options.own_dtype(torch.float32)
+    hybrid = file.get("general.architecture") in HYBRIDS
+    read, kind = (read_hybrid, SnapshotBackend.kind) if hybrid else (read_model, LeanForward.kind)
+    dtype = options.own_dtype(torch.float32, kind)
     if dtype is None:
         return None
     try:
-        return read_model(file, name=name, dtype=dtype, activations=options.activations, check=options.check)
+        return read(file, name=name, dtype=dtype, activations=options.activations, check=options.check)
     except UnreadError as cause:
         if file.of_architecture("expert_count"):
             raise UserError(
@@ -185,8 +184,6 @@ def read_model(
     Raises:
         UnreadError: an architecture, a type or a kind of angle that is not known here, or native operations are off.
     """
-    if native.operations_for(torch.empty(0, dtype=dtype)) is None:
-        raise UnreadError(f"native operations are off or not available for {dtype} ({native.VARIABLE})")
     weights = _FileWeights(file, dtype, dense=activations == "float")
     architecture = architecture_of(file, weights.family, weights.floats)
     state = weights.state(architecture)
@@ -214,18 +211,6 @@ def read_model(
     return LeanForward(facts, architecture.lean_from(weights))
 
 
-def end_tokens(file: GGUFFile) -> tuple[int, ...]:
-    """Ids of the tokens that end a text: those that metadata name, and those with a text that is known for it."""
-    named = (file.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
-    found = [int(each) for each in named if each is not None]
-    tokens, kinds = file.get("tokenizer.ggml.tokens", []), file.get("tokenizer.ggml.token_type")
-    if kinds is not None:
-        control = np.flatnonzero(np.asarray(kinds)[: len(tokens)] == 3)
-        special = {tokens[index]: int(index) for index in control}
-        found += [special[text] for text in _ENDS if text in special]
-    return tuple(dict.fromkeys(found))
-
-
 def family_of(name: str) -> Family:
     """What the metadata of an architecture do not say."""
     return _FAMILIES[name]
@@ -243,21 +228,21 @@ def architecture_of(keys: Keys, family: Family, floats: Callable[[str], Tensor])
         UnreadError: something that is not known here.
     """
     of = keys.of_architecture
-    layers, width = _named(keys, "block_count"), _named(keys, "embedding_length")
-    heads = _single(_named(keys, "attention.head_count"), "heads")
-    key_heads = _single(of("attention.head_count_kv", heads), "key heads")
+    layers, width = named(keys, "block_count"), named(keys, "embedding_length")
+    heads = single(named(keys, "attention.head_count"), "heads")
+    key_heads = single(of("attention.head_count_kv", heads), "key heads")
     dim = of("attention.key_length", width // heads)
     if of("attention.value_length", dim) != dim:
         raise UnreadError("its values have another size than its keys")
     if family.traits.sinks and not Operations.attends(dim):
         raise UnreadError(f"its heads have {dim} numbers and sinks, which native attention does not take")
-    eps = float(_named(keys, "attention.layer_norm_rms_epsilon"))
+    eps = float(named(keys, "attention.layer_norm_rms_epsilon"))
     window = of("attention.sliding_window")
     windowed = [bool(window and family.window_of and family.window_of(number)) for number in range(layers)]
     angles, angles_of = _angles(keys, family, dim, windowed, floats)
     traits = replace(
         family.traits,
-        experts=_experts(keys, family) if of("expert_count") else None,
+        experts=experts_of(keys, whole=family.whole_shares) if of("expert_count") else None,
         embedding=math.sqrt(width) if family.gemma else 1.0,
         entering=float(of("embedding_scale", 1.0)),
         residual=float(of("residual_scale", 1.0)),
@@ -280,42 +265,6 @@ def architecture_of(keys: Keys, family: Family, floats: Callable[[str], Tensor])
         kinds=tuple(sorted(set(kinds))),
         window=window if any(windowed) else None,
         layer_kinds=tuple(kinds) if len(set(kinds)) > 1 else None,
-    )
-
-
-def _named(keys: Keys, key: str) -> Any:
-    """A value that must be there."""
-    found = keys.of_architecture(key)
-    if found is None:
-        raise UnreadError(f"it does not name its {key}")
-    return found
-
-
-def _single(value: Any, what: str) -> int:
-    """One number for all layers."""
-    found = {int(each) for each in np.atleast_1d(np.asarray(value))}
-    if len(found) != 1:
-        raise UnreadError(f"its layers have {sorted(found)} {what}")
-    return found.pop()
-
-
-def _experts(keys: Keys, family: Family) -> Experts:
-    """How the experts of a layer divide the work."""
-    of = keys.of_architecture
-    count, chosen = int(of("expert_count")), int(_named(keys, "expert_used_count"))
-    if of("expert_gating_func", _SOFTMAX) not in (_SOFTMAX, _SOFTMAX_OF_CHOSEN):
-        raise UnreadError("its experts are not chosen by a softmax")
-    if any(of(key, 1) > 1 for key in ("expert_group_count", "interleave_moe_layer_step")):
-        raise UnreadError("its experts are chosen from groups, or some of its layers have none")
-    if not 1 <= chosen <= count <= MOST_EXPERTS:
-        raise UnreadError(f"it chooses {chosen} of {count} experts, of at most {MOST_EXPERTS}")
-    return Experts(
-        count,
-        chosen,
-        whole=bool(of("expert_weights_norm", family.whole_shares)),
-        factor=float(of("expert_weights_scale", 0.0)) or 1.0,
-        shared="blk.0.ffn_gate_shexp.weight" in keys.tensors,
-        weighed="blk.0.ffn_gate_inp_shexp.weight" in keys.tensors,
     )
 
 
@@ -351,7 +300,7 @@ def _order(dim: int, turned: int, *, neighbours: bool) -> tuple[int, ...]:
     return () if made == tuple(range(dim)) else made
 
 
-class _FileWeights:
+class _FileWeights(FileTensors):
     """The tensors of a file under transformers' names (`TensorsByName`).
 
     Args:
@@ -360,33 +309,18 @@ class _FileWeights:
         dense: whether matrices are read into memory, as the numbers that they stand for.
 
     Raises:
-        UnreadError: an architecture or a type that is not known here.
+        UnreadError: an architecture or a type that is not known here, or native operations are off.
     """
 
     def __init__(self, file: GGUFFile, dtype: torch.dtype, *, dense: bool) -> None:
-        self._file = file
-        self._dtype = dtype
-        self._dense = dense
         name = file.get("general.architecture")
         if name not in _FAMILIES:
-            raise UnreadError(f"its architecture is {name!r}, not one of {', '.join(_FAMILIES)}")
+            raise UnreadError(f"its architecture is {name!r}, not one of {', '.join((*_FAMILIES, *HYBRIDS))}")
+        super().__init__(file, dtype, dense=dense)
         self.family = _FAMILIES[name]
         self._names = {**_IN_LAYER, **dict(self.family.names)}
-        unknown = {entry.type for entry in file.tensors.values()} - set(TYPES) - set(FLOATS)
-        if unknown:
-            raise UnreadError(f"it has tensors of ggml's types {sorted(unknown)}, which are not read here")
-        if not any(entry.type in TYPES for entry in file.tensors.values()):
+        if self.bits is None:
             raise UnreadError("its weights are not quantized")
-
-    @property
-    def bits(self) -> int:
-        """Of a weight, on the mean, rounded down."""
-        sizes = [
-            (math.prod(entry.shape), TYPES[entry.type].size * 8 / TYPES[entry.type].elements)
-            for entry in self._file.tensors.values()
-            if entry.type in TYPES
-        ]
-        return int(sum(count * bits for count, bits in sizes) / sum(count for count, _ in sizes))
 
     def state(self, architecture: Architecture) -> dict[str, TensorEntry]:
         """All tensors but those of rotary factors, under transformers' names where they have one."""
@@ -396,25 +330,7 @@ class _FileWeights:
         parts += ["self_attn.sinks"] if traits.sinks else []
         stems = [*_TOP, *(f"model.layers.{number}.{part}" for number in range(architecture.layers) for part in parts)]
         names = {self._place(f"{stem}.{kind}"): f"{stem}.{kind}" for stem in stems for kind in ("weight", "bias")}
-        return {names.get(place, place): entry for place, entry in self._file.tensors.items() if place not in FACTORS}
-
-    def check(self) -> None:
-        """Compare native products of some rows of each type with torch's.
-
-        Raises:
-            UnreadError: they differ by more than rounding the inputs to 8 bits allows.
-        """
-        some = {entry.type: entry for entry in self._file.tensors.values() if entry.type in TYPES}
-        for entry in some.values():
-            why = why_not_exact(self._stored(entry))
-            if why is not None:
-                raise UnreadError(why)
-
-    def _stored(self, entry: TensorEntry) -> StoredMatrix:
-        if len(entry.shape) not in (2, 3):
-            raise UnreadError(f"a tensor of {len(entry.shape)} dimensions has ggml's type {entry.type}")
-        *outs, ins = entry.shape
-        return StoredMatrix(entry.content, math.prod(outs), ins, entry.type, self._dtype, release=entry.release)
+        return {names.get(place, place): entry for place, entry in self.file.tensors.items() if place not in FACTORS}
 
     def _place(self, name: str) -> str:
         """The name in the file."""
@@ -430,10 +346,10 @@ class _FileWeights:
         Raises:
             KeyError: it is not there.
         """
-        return self._file.tensors[self._place(name)]
+        return self.file.tensors[self._place(name)]
 
     def __contains__(self, name: str) -> bool:
-        return self._place(name) in self._file.tensors
+        return self._place(name) in self.file.tensors
 
     def optional(self, name: str) -> Any:
         """The tensor, if it is there."""
@@ -442,33 +358,18 @@ class _FileWeights:
 
     def __getitem__(self, name: str) -> Any:
         """The tensor; a matrix of blocks stays in the file."""
-        entry, rows = self.entry(name), self._rows(name)
-        if entry.type in TYPES:
-            matrix = self._stored(entry)
-            matrix = matrix if rows is None else matrix.in_order(rows)
-            return dense(matrix).view(entry.shape) if self._dense else matrix
-        made = self.floats(self._place(name))
+        place = self._place(name)
         if self.family.gemma and name.endswith("norm.weight"):
-            made = made - 1.0  # `Traits.offset`
-        return (made if rows is None else made[rows]).to(self._dtype)
-
-    def floats(self, place: str) -> Tensor:
-        """A tensor of floats by its name in the file, in float32."""
-        entry = self._file.tensors[place]
-        if entry.type not in FLOATS:
-            raise UnreadError(f"its {place} is of ggml's type {entry.type}")
-        content = torch.frombuffer(
-            entry.map, dtype=FLOATS[entry.type], count=math.prod(entry.shape), offset=entry.offset
-        )
-        return content.to(torch.float32, copy=True).view(entry.shape)
+            return (self.floats(place) - 1.0).to(self._dtype)  # `Traits.offset`
+        return self.matrix(place, self._rows(name))
 
     def _rows(self, name: str) -> Tensor | None:
         """Which rows of a tensor of the file are the outputs of queries or keys, in transformers' order."""
         part = name.split(".")[-2]
         if not self.family.permuted or part not in ("q_proj", "k_proj"):
             return None
-        of = self._file.of_architecture
+        of = self.file.of_architecture
         heads = of("attention.head_count")
-        count = _single(heads if part == "q_proj" else of("attention.head_count_kv", heads), "heads")
+        count = single(heads if part == "q_proj" else of("attention.head_count_kv", heads), "heads")
         outs = self.entry(name).shape[0]
         return torch.arange(outs).view(count, outs // count // 2, 2).transpose(1, 2).flatten()

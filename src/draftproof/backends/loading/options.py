@@ -59,15 +59,16 @@ class LoadOptions:
             if value not in legal:
                 raise UserError(f"{name}: expected one of {', '.join(legal)}, got {value!r}")
 
-    def own_dtype(self, default: torch.dtype) -> torch.dtype | None:
+    def own_dtype(self, default: torch.dtype, backend: str = "lean") -> torch.dtype | None:
         """The dtype of hidden states where weights of few bits are read natively; None where transformers reads them.
 
         Args:
             default: that of dtype "auto".
+            backend: that reads them.
         """
         dtypes = {"auto": default, "float32": torch.float32, "bfloat16": torch.bfloat16}
         altered = self.adapter or self.attn_implementation or self.quantization_config is not None
-        if altered or self.tensor_parallel != 1 or self.backend not in ("auto", "lean"):
+        if altered or self.tensor_parallel != 1 or self.backend not in ("auto", backend):
             return None
         on_cpu = isinstance(self.device, str | None) and parse_device(self.device).type == "cpu"
         return dtypes.get(self.dtype) if on_cpu else None

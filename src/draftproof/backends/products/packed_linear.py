@@ -382,7 +382,7 @@ class StoredProduct(Product):
         self._types = sorted({LAYOUTS[each.type].name for each in matrices})
         self._matrices = matrices if all(each.release for each in matrices) else ()
         self._operations = operations
-        self._multiply = operations.ggml_product
+        self._multiply = functools.partial(_multiplied, operations)
         self.weight = GGMLWeight.joined([repacked(each) for each in matrices])
 
     def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:  # noqa: ARG002 - of Product
@@ -399,6 +399,15 @@ class StoredProduct(Product):
             weight, ones = self.weight.by_group(), torch.eye(self.weight.ins, dtype=self._operations.dtype)
             return self._multiply(ones, weight, None).t()
         return torch.cat([dense(each) for each in self._matrices])
+
+
+def _multiplied(
+    operations: Operations, x: Tensor, weight: GGMLWeight, bias: Tensor | None, onto: Tensor | None = None
+) -> Tensor:
+    """The product in the dtype of the rows: a model of bfloat16 may be compared in float32."""
+    chosen = operations if x.dtype == operations.dtype else native.operations_for(x)
+    assert chosen is not None, "the caller looked"
+    return chosen.ggml_product(x, weight, bias, onto)
 
 
 def operations_for_stored(matrix: StoredMatrix) -> Operations:

@@ -6,9 +6,9 @@ takes a state and returns the one at the end. Here such a function is called twi
 wanted, so the layer around it still reads the pass, and its weights, once. That of Mamba and Jamba takes no state,
 which is made up for.
 
-On a CPU the delta rule is computed natively. Where it is not, and for state spaces, few tokens take another form of
-transformers' own: that for several tokens is made for prompts and pads them to a chunk, and the pieces of our passes
-are far shorter.
+On a CPU the delta rule and Mamba 2's state space are computed natively. Where they are not, few tokens take another
+form of transformers' own: that for several tokens is made for prompts and pads them to a chunk, and the pieces of our
+passes are far shorter.
 """
 
 from __future__ import annotations
@@ -19,18 +19,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
+from draftproof.backends.recurrent.convolutions import AFTER_STATE, ALL, Convolution
 from draftproof.backends.recurrent.native_rule import NativeRule
+from draftproof.backends.recurrent.native_scan import STEP, NativeScan, NativeStep
 from draftproof.backends.recurrent.states import StateView
 
 FEW = 16  # tokens; with heads of 128 both forms take as long at 20 to 24, and chunks are faster from there
 _CHUNKED, _RECURRENT = "chunk_", "recurrent_"  # in the names of the delta rule's two forms
 _SCAN, _STATELESS_SCAN = "mamba2_chunk_scan", "mamba_selective_scan"
+_ALONE: dict[str, Callable[[Any], Callable[..., Any] | None]] = {
+    STEP: NativeStep.of,
+    ALL: partial(Convolution.of, ALL),
+    AFTER_STATE: partial(Convolution.of, AFTER_STATE),
+}
+"""What stands for functions that need not be divided, by their names."""
 _STATES = ("initial_state", "initial_states")
 _PASS: ContextVar[StateView | None] = ContextVar("_PASS", default=None)
 
@@ -44,21 +53,36 @@ def follow_passes(mixers: Sequence[nn.Module]) -> None:
     Args:
         mixers: see `mixers.mixers_of`.
     """
-    for each in mixers:
-        names = inspect.unwrap(type(each).forward).__globals__
+    for kind in {kind for each in mixers for kind in type(each).__mro__ if "forward" in vars(kind)}:
+        names = names_of(vars(kind)["forward"])
         for name, found in list(names.items()):
-            if isinstance(found, Recurrence | _InPasses | StatelessScan):
-                continue
-            other = name.replace(_CHUNKED, _RECURRENT)
-            if name == _SCAN:
-                names[name] = Recurrence(found, _one_chunk(found), FEW)
-            elif name == _STATELESS_SCAN:
-                names[name] = StatelessScan(found)
-            elif _CHUNKED in name and callable(single := names.get(other)):
-                rule = NativeRule.of(single)
-                names[name] = Recurrence(found, rule or single, sys.maxsize if rule else FEW)
-                if rule is not None:
-                    names[other] = _InPasses(single, rule)
+            if callable(found) and not isinstance(found, Recurrence | _InPasses | StatelessScan):
+                _replace(names, name, found)
+
+
+def names_of(forward: Callable[..., Any]) -> dict[str, Any]:
+    """The names that a layer's forward pass looks up."""
+    found: dict[str, Any] = inspect.unwrap(forward).__globals__
+    return found
+
+
+def _replace(names: dict[str, Any], name: str, found: Callable[..., Any]) -> None:
+    """Let one of the functions that layers call follow our passes, where it is one that is known here."""
+    other = name.replace(_CHUNKED, _RECURRENT)
+    if name == _SCAN:
+        scan = NativeScan.of(found)
+        names[name] = Recurrence(found, scan or _one_chunk(found), sys.maxsize if scan else FEW)
+    elif name == _STATELESS_SCAN:
+        names[name] = StatelessScan(found)
+    elif name in _ALONE:
+        own = _ALONE[name](found)
+        if own is not None:
+            names[name] = _InPasses(found, own)
+    elif _CHUNKED in name and callable(single := names.get(other)):
+        rule = NativeRule.of(single)
+        names[name] = Recurrence(found, rule or single, sys.maxsize if rule else FEW)
+        if rule is not None:
+            names[other] = _InPasses(single, rule)
 
 
 def _one_chunk(scan: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,6 +102,11 @@ def in_pass(view: StateView) -> Iterator[None]:
         yield
     finally:
         _PASS.reset(token)
+
+
+def current_pass() -> StateView | None:
+    """The pass of this thread; None outside."""
+    return _PASS.get()
 
 
 @dataclass(frozen=True)

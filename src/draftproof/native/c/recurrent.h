@@ -1,6 +1,7 @@
 /* The gated delta rule of linear attention, token by token (Yang et al. 2024, arXiv 2412.06464, equation 10; with a decay for
-   each key channel it is Kimi Delta Attention, arXiv 2510.26692). Each value channel of a head goes on alone, so a few of
-   them stay in the nearest memory for all tokens. */
+   each key channel it is Kimi Delta Attention, arXiv 2510.26692). Without betas it is a state space: values are added, and
+   nothing is taken back (Mamba 2, Dao and Gu 2024, arXiv 2405.21060). Each value channel of a head goes on alone, so a few
+   of them stay in the nearest memory for all tokens. */
 
 enum { CHANNELS = 2 }; /* vectors of value channels that go on together */
 
@@ -39,7 +40,8 @@ static void delta_channels(const delta_rule *r, long row, long head, long channe
                         : zeros();
   for (long t = row * r->tokens; t < (row + 1) * r->tokens; t++) {
     scaled_to(key, r->keys + (t * r->key_heads + key_head) * r->dim, r->dim, 1, r->unit);
-    scaled_to(query, r->queries + (t * r->key_heads + key_head) * r->dim, r->dim, 1 / sqrtf((float)r->dim), r->unit);
+    scaled_to(query, r->queries + (t * r->key_heads + key_head) * r->dim, r->dim,
+              r->betas ? 1 / sqrtf((float)r->dim) : 1, r->unit);
     const float *logs = r->decays + (t * r->heads + head) * r->channels;
     for (long i = 0; i < r->dim; i += LANES)
       store_first_float(decay + i, r->dim - i,
@@ -58,9 +60,11 @@ static void delta_channels(const delta_rule *r, long row, long head, long channe
     const float *value = r->values + (t * r->heads + head) * r->size + channel;
     float *out = r->out + (t * r->heads + head) * r->size + channel;
 #pragma GCC unroll 2
-    for (int c = 0; c < CHANNELS; c++)
-      change[c] = mul(sub(load_first_float(value + c * LANES, here - c * LANES), add(known[0][c], known[1][c])),
-                      splat(r->betas[t * r->heads + head]));
+    for (int c = 0; c < CHANNELS; c++) {
+      change[c] = load_first_float(value + c * LANES, here - c * LANES);
+      if (r->betas)
+        change[c] = mul(sub(change[c], add(known[0][c], known[1][c])), splat(r->betas[t * r->heads + head]));
+    }
     for (long i = 0; i < r->dim; i += 2)
 #pragma GCC unroll 2
       for (int odd = 0; odd < 2; odd++)
@@ -89,7 +93,8 @@ static void share_delta_rule(void *given) {
 
 /* out [rows, tokens, heads, size] and the state at the end [rows, heads, dim, size], after a state or, where it is 0, after
    none. `queries` and `keys` are [rows, tokens, key heads, dim], of any length where `unit`, `values` as out, `betas`
-   [rows, tokens, heads], and `decays` their logarithms, `channels` for a head. */
+   [rows, tokens, heads] or 0, and `decays` their logarithms, `channels` for a head. Queries are scaled by 1 / sqrt(dim)
+   where there are betas. */
 void draftproof_delta_rule(const float *queries, const float *keys, const float *values, const float *decays,
                            const float *betas, const float *state, float *end, float *out, long rows, long tokens,
                            long key_heads, long heads, long dim, long size, long channels, long unit, long threads) {

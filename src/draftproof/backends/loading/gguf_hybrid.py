@@ -1,0 +1,594 @@
+"""Models with recurrent layers in GGUF files, in the file's own numbers, on transformers' modules (backend snapshot).
+
+A model is built without memory from the metadata. Then its matrices become products of the file's blocks, and its small
+tensors floats. What llama.cpp's converter changes in tensors is changed back: 1 is added to norms, logarithms are
+taken of decays, value heads have another order (`_tiled`), and several matrices were one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from draftproof.backends.hf.snapshots import SnapshotBackend
+from draftproof.backends.lean.mixture import Mixture
+from draftproof.backends.lean.traits import LLAMA, Experts, UnreadError
+from draftproof.backends.loading.gguf_rotary import FACTORS, longest
+from draftproof.backends.loading.gguf_tensors import FileTensors, end_tokens, experts_of, named, single
+from draftproof.backends.loading.options import ACTIVATIONS
+from draftproof.backends.loading.stored_snapshots import StoredSnapshotBackend, attention_name
+from draftproof.backends.products.packed_linear import StoredProduct, dense
+from draftproof.backends.products.stored_modules import StoredEmbedding, StoredLinear
+from draftproof.backends.recurrent.delta_net import follow_evenly
+from draftproof.errors import reason
+from draftproof.models.gguf_file import GGUFFile, generation_config
+from draftproof.native.ggml import StoredMatrix, why_not_joined
+
+Order = Int[Tensor, " numbers"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a tensor of a model is in the file.
+
+    Attributes:
+        places: names in the file's layer; outputs of several follow one another.
+        rows: which of them each of the model's rows is; None where they are in order.
+        inputs: which of the model's inputs each of the file's is; None where they are in order.
+        change: of floats.
+    """
+
+    places: tuple[str, ...]
+    rows: Order | None = None
+    inputs: Order | None = None
+    change: Callable[[Tensor], Tensor] | None = None
+
+
+_LAST = Source(("output_norm.weight",))
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """What metadata do not say of an architecture.
+
+    Attributes:
+        kind: transformers' name of it.
+        fields: of its config, besides those of all architectures.
+        sources: of the tensors of a layer that `_IN_LAYER` does not have or has otherwise.
+        norm: name of the last norm, and what it is in the file.
+        mixture: name of the layer's mixture of experts; its shared expert is part of it where it has a share.
+    """
+
+    kind: str
+    fields: Callable[[GGUFFile], dict[str, Any]]
+    sources: Callable[[Any], Mapping[str, Source | str]]
+    norm: tuple[str, Source] = ("model.norm", _LAST)
+    mixture: str = ""
+
+
+_ATTENTION = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
+_GATED = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
+_SAME_INPUTS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
+)
+"""Linear layers of one module that are called with the same inputs, in this order."""
+
+
+def _minus_one(made: Tensor) -> Tensor:
+    return made - 1.0
+
+
+def _logarithm(made: Tensor) -> Tensor:
+    return (-made).log()
+
+
+# --- the architectures ------------------------------------------------------------------------------------------------
+
+
+def _attends(file: GGUFFile) -> list[bool]:
+    """Whether each layer has attention: layers without it have no key heads."""
+    return [bool(each) for each in np.broadcast_to(named(file, "attention.head_count_kv"), _layers(file))]
+
+
+def _key_heads(file: GGUFFile) -> int:
+    return single([each for each in np.atleast_1d(named(file, "attention.head_count_kv")) if each], "key heads")
+
+
+def _rope(file: GGUFFile) -> dict[str, Any]:
+    of = file.of_architecture
+    if (kind := of("rope.scaling.type", "none")) != "none" or any(each in file.tensors for each in FACTORS):
+        raise UnreadError(f"its rotary embedding is scaled ({kind})")
+    return {"rope_type": "default", "rope_theta": float(of("rope.freq_base", 10000.0))}
+
+
+def _lfm2(file: GGUFFile) -> dict[str, Any]:
+    return {
+        "norm_eps": float(named(file, "attention.layer_norm_rms_epsilon")),
+        "conv_L_cache": int(named(file, "shortconv.l_cache")),
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["full_attention" if each else "conv" for each in _attends(file)],
+    }
+
+
+def _lfm2_sources(_: Any) -> dict[str, Source | str]:
+    gated = zip(("w1", "w3", "w2"), _GATED.values(), strict=True)
+    return {
+        **_ATTENTION,
+        "self_attn.out_proj": "attn_output",
+        "self_attn.q_layernorm": "attn_q_norm",
+        "self_attn.k_layernorm": "attn_k_norm",
+        "operator_norm": "attn_norm",
+        "ffn_norm": "ffn_norm",
+        **{f"conv.{part}": f"shortconv.{part}" for part in ("conv", "in_proj", "out_proj")},
+        **{f"feed_forward.{name}": place for name, place in gated},
+    }
+
+
+def _delta(file: GGUFFile) -> dict[str, Any]:
+    """Of layers with the gated delta rule, of Qwen3-Next and Qwen3.5."""
+    of, layers, dim = file.of_architecture, _layers(file), int(named(file, "attention.key_length"))
+    recurrent = of("attention.recurrent_layers")
+    if recurrent is None:
+        every = int(of("full_attention_interval", 4))
+        recurrent = [(number + 1) % every for number in range(layers)]
+    heads = int(named(file, "ssm.time_step_rank"))
+    return {
+        "rms_norm_eps": float(named(file, "attention.layer_norm_rms_epsilon")),
+        "layer_types": ["linear_attention" if each else "full_attention" for each in recurrent[:layers]],
+        "rope_parameters": {**_rope(file), "partial_rotary_factor": int(of("rope.dimension_count", dim)) / dim},
+        "linear_conv_kernel_dim": int(named(file, "ssm.conv_kernel")),
+        "linear_key_head_dim": int(named(file, "ssm.state_size")),
+        "linear_value_head_dim": int(named(file, "ssm.inner_size")) // heads,
+        "linear_num_key_heads": int(named(file, "ssm.group_count")),
+        "linear_num_value_heads": heads,
+    }
+
+
+def _delta_sources(_: Any) -> dict[str, Source | str]:
+    norms = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+    }
+    return {
+        **_ATTENTION,
+        **{f"mlp.{name}": place for name, place in _GATED.items()},
+        **{f"{name}.weight": Source((f"{place}.weight",), change=_minus_one) for name, place in norms.items()},
+        "linear_attn.conv1d": "ssm_conv1d",
+        "linear_attn.norm": "ssm_norm",
+        "linear_attn.out_proj": "ssm_out",
+        "linear_attn.A_log": Source(("ssm_a",), change=_logarithm),
+        "linear_attn.dt_bias": Source(("ssm_dt.bias",)),
+    }
+
+
+def _qwen35_sources(config: Any) -> dict[str, Source | str]:
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    dim, before = config.linear_value_head_dim, 2 * keys * config.linear_key_head_dim
+    heads, rows = _tiled(keys, values, 1), _tiled(keys, values, dim)
+    every = torch.cat((torch.arange(before), before + rows))
+    found = _delta_sources(config)
+    return {
+        **found,
+        "linear_attn.in_proj_qkv.weight": Source(("attn_qkv.weight",), every),
+        "linear_attn.in_proj_z.weight": Source(("attn_gate.weight",), rows),
+        "linear_attn.in_proj_b.weight": Source(("ssm_beta.weight",), heads),
+        "linear_attn.in_proj_a.weight": Source(("ssm_alpha.weight",), heads),
+        "linear_attn.conv1d.weight": Source(("ssm_conv1d.weight",), every),
+        "linear_attn.A_log": Source(("ssm_a",), heads, change=_logarithm),
+        "linear_attn.dt_bias": Source(("ssm_dt.bias",), heads),
+        "linear_attn.out_proj.weight": Source(("ssm_out.weight",), inputs=rows.argsort()),
+    }
+
+
+def _tiled(keys: int, values: int, dim: int) -> Order:
+    """Where the file has each number of value heads: first the first head of every key head, then the second ones."""
+    return torch.arange(values * dim).view(values // keys, keys, dim).transpose(0, 1).flatten()
+
+
+def _qwen3next_sources(config: Any) -> dict[str, Source | str]:
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    key_dim, value_dim = config.linear_key_head_dim, values // keys * config.linear_value_head_dim
+    sizes = (key_dim, key_dim, value_dim, value_dim)  # of a key head: query, key, values and gates
+    starts = np.cumsum([0, *(keys * size for size in sizes)])
+    parts = [torch.arange(keys * size).view(keys, size) + start for size, start in zip(sizes, starts, strict=False)]
+    return {
+        **_delta_sources(config),
+        "linear_attn.in_proj_qkvz.weight": Source(
+            ("attn_qkv.weight", "attn_gate.weight"), torch.cat(parts, 1).flatten()
+        ),
+        "linear_attn.in_proj_ba": "ssm_ba",
+    }
+
+
+def _mamba(file: GGUFFile) -> dict[str, Any]:
+    """Of layers with Mamba 2's state space."""
+    heads, inner = int(named(file, "ssm.time_step_rank")), int(named(file, "ssm.inner_size"))
+    return {
+        "rms_norm_eps": float(named(file, "attention.layer_norm_rms_epsilon")),
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_n_groups": int(named(file, "ssm.group_count")),
+        "mamba_d_state": int(named(file, "ssm.state_size")),
+        "mamba_d_conv": int(named(file, "ssm.conv_kernel")),
+        "mamba_conv_bias": "blk.0.ssm_conv1d.bias" in file.tensors,
+    }
+
+
+def _mamba_sources() -> dict[str, Source | str]:
+    return {
+        "input_layernorm": "attn_norm",
+        "mamba.in_proj": "ssm_in",
+        "mamba.conv1d": "ssm_conv1d",
+        "mamba.norm": "ssm_norm",
+        "mamba.out_proj": "ssm_out",
+        "mamba.A_log": Source(("ssm_a",), change=_logarithm),
+        "mamba.D": Source(("ssm_d",)),
+        "mamba.dt_bias": Source(("ssm_dt.bias",)),
+    }
+
+
+def _falcon_h1(file: GGUFFile) -> dict[str, Any]:
+    """Its multipliers are part of the weights in a file."""
+    return {
+        **_mamba(file),
+        "mamba_d_ssm": int(named(file, "ssm.inner_size")),
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in file.tensors,
+        "mamba_norm_before_gate": False,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+    }
+
+
+def _falcon_h1_sources(_: Any) -> dict[str, Source | str]:
+    return {
+        **_ATTENTION,
+        **_mamba_sources(),
+        "pre_ff_layernorm.weight": Source(("ffn_norm",)),
+        **{f"feed_forward.{name}": place for name, place in _GATED.items()},
+    }
+
+
+def _granite(file: GGUFFile) -> dict[str, Any]:
+    of, hidden, inner = file.of_architecture, int(named(file, "embedding_length")), int(named(file, "ssm.inner_size"))
+    if of("rope.scaling.finetuned", False):
+        raise UnreadError("its attention turns queries and keys")
+    if inner % hidden:
+        raise UnreadError(f"its state spaces have {inner} channels, no multiple of {hidden}")
+    heads = single(named(file, "attention.head_count"), "heads")
+    shared = int(of("expert_shared_feed_forward_length", 0)) or single(named(file, "feed_forward_length"), "widths")
+    return {
+        **_mamba(file),
+        "layer_types": ["full_attention" if each else "linear_attention" for each in _attends(file)],
+        "mamba_expand": inner // hidden,
+        "shared_intermediate_size": shared,
+        "num_local_experts": int(of("expert_count", 0)),
+        "num_experts_per_tok": int(of("expert_used_count", 0)),
+        "embedding_multiplier": float(of("embedding_scale", 1.0)),
+        "residual_multiplier": float(of("residual_scale", 1.0)),
+        "logits_scaling": float(of("logit_scale", 1.0)),
+        "attention_multiplier": float(of("attention.scale", 0.0)) or (hidden // heads) ** -0.5,
+    }
+
+
+def _granite_sources(config: Any) -> dict[str, Source | str]:
+    of = "_shexp" if config.num_local_experts else ""
+    return {
+        **_ATTENTION,
+        **_mamba_sources(),
+        "post_attention_layernorm": "ffn_norm",
+        "shared_mlp.input_linear.weight": Source((f"ffn_gate{of}.weight", f"ffn_up{of}.weight")),
+        "shared_mlp.output_linear": f"ffn_down{of}",
+    }
+
+
+_QWEN_NORM = ("model.norm", replace(_LAST, change=_minus_one))
+_HYBRIDS = {
+    "lfm2": Hybrid("lfm2", _lfm2, _lfm2_sources, ("model.embedding_norm", Source(("token_embd_norm.weight",)))),
+    "qwen35": Hybrid("qwen3_5_text", _delta, _qwen35_sources, _QWEN_NORM),
+    "qwen35moe": Hybrid("qwen3_5_moe_text", _delta, _qwen35_sources, _QWEN_NORM, mixture="mlp"),
+    "qwen3next": Hybrid("qwen3_next", _delta, _qwen3next_sources, _QWEN_NORM, mixture="mlp"),
+    "falcon-h1": Hybrid("falcon_h1", _falcon_h1, _falcon_h1_sources, ("model.final_layernorm", _LAST)),
+    "granitehybrid": Hybrid("granitemoehybrid", _granite, _granite_sources, mixture="block_sparse_moe"),
+}
+HYBRIDS = tuple(_HYBRIDS)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_hybrid(
+    file: GGUFFile, *, name: str, dtype: torch.dtype, activations: str = ACTIVATIONS[0], check: bool = True
+) -> SnapshotBackend:
+    """The model in a file, with its own numbers; arguments as of `gguf_model.read_model`.
+
+    Raises:
+        UnreadError: something that is not known here, or native operations are off.
+    """
+    tensors = FileTensors(file, dtype, dense=activations == "float")
+    if check:
+        tensors.check()
+    model = _Filling(tensors, _HYBRIDS[file.get("general.architecture")], dtype).model
+    for key, value in generation_config(file).items():
+        setattr(model.generation_config, key, value)
+    made = (SnapshotBackend if tensors.bits is None else StoredSnapshotBackend)(model, name=name, check=check)
+    made.facts = replace(made.facts, bits=tensors.bits)
+    return made
+
+
+class StoredMixture(nn.Module):
+    """A mixture of experts of few bits.
+
+    Args:
+        mixture: what computes it.
+    """
+
+    def __init__(self, mixture: Mixture) -> None:
+        super().__init__()
+        self._mixture = mixture
+
+    def forward(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
+        """What the experts make of every row."""
+        return self._mixture(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+
+def _layers(file: GGUFFile) -> int:
+    """Number of layers, without those that only predict further tokens."""
+    return int(named(file, "block_count")) - int(file.of_architecture("nextn_predict_layers", 0))
+
+
+def _common(file: GGUFFile) -> dict[str, Any]:
+    """Fields of a config that all architectures have."""
+    of, embedding = file.of_architecture, file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise UnreadError("it has no token_embd.weight")
+    fields = {
+        "vocab_size": embedding.shape[0],
+        "hidden_size": int(named(file, "embedding_length")),
+        "num_hidden_layers": _layers(file),
+        "num_attention_heads": single(named(file, "attention.head_count"), "heads"),
+        "num_key_value_heads": _key_heads(file),
+        "max_position_embeddings": longest(file),
+        "rope_parameters": _rope(file),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": list(end_tokens(file)) or None,
+        "pad_token_id": None,
+    }
+    if (inner := of("feed_forward_length")) is not None:
+        fields["intermediate_size"] = single(inner, "widths")
+    if (dim := of("attention.key_length")) is not None:
+        fields["head_dim"] = int(dim)
+        if of("attention.value_length", dim) != dim:
+            raise UnreadError("its values have another size than its keys")
+    return fields
+
+
+class _Filling:
+    """A model of transformers with the tensors of a file.
+
+    Args:
+        tensors: of the file.
+        hybrid: its architecture.
+        dtype: of hidden states.
+
+    Attributes:
+        model: in eval mode.
+
+    Raises:
+        UnreadError: tensors that do not fit, or that would be left unread.
+    """
+
+    def __init__(self, tensors: FileTensors, hybrid: Hybrid, dtype: torch.dtype) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        kind: Any = AutoModelForCausalLM
+        file = tensors.file
+        self._tensors = tensors
+        self._dtype = dtype
+        self._unread = set(file.tensors)
+        fields = {**_common(file), **hybrid.fields(file)}
+        try:
+            config: Any = AutoConfig.for_model(hybrid.kind, **fields)
+            with torch.device("meta"):
+                model = kind.from_config(config, dtype=dtype, attn_implementation=attention_name())
+        except Exception as cause:  # whatever transformers raises for numbers that do not belong together
+            raise UnreadError(f"transformers makes no model of its metadata ({reason(cause)})") from cause
+        self.model = model.eval()
+        self._sources = hybrid.sources(config)
+        inner, (last, source) = model.model, hybrid.norm
+        if inner.rotary_emb is not None:
+            inner.rotary_emb = type(inner.rotary_emb)(config)
+        inner.embed_tokens = self._embedding(inner.embed_tokens)
+        self._output(tied=config.tie_word_embeddings)
+        norm = model.get_submodule(last)
+        norm.weight = self._parameter(source, "", norm.weight.shape)
+        experts = experts_of(file, whole=True) if file.of_architecture("expert_count") else None
+        for number, layer in enumerate(inner.layers):
+            if experts is not None:
+                setattr(layer, hybrid.mixture, self._mixture(f"blk.{number}.", experts))
+            self._layer(layer, f"blk.{number}.")
+            for part, each in layer.named_children():
+                if part == "linear_attn":
+                    follow_evenly(each)
+        beyond = tuple(f"blk.{number}." for number in range(len(inner.layers), int(named(file, "block_count"))))
+        left = sorted(each for each in self._unread if not each.startswith(beyond))
+        if left:
+            raise UnreadError(f"its tensors have too much: {', '.join(left[:3])}")
+
+    def _embedding(self, module: nn.Embedding) -> nn.Module:
+        table = self._matrix("token_embd.weight")
+        if isinstance(table, StoredMatrix):
+            return StoredEmbedding(table)
+        module.weight = nn.Parameter(table, requires_grad=False)
+        return module
+
+    def _output(self, *, tied: bool) -> None:
+        embedding = self.model.model.embed_tokens
+        if tied and isinstance(embedding, nn.Embedding):
+            self.model.lm_head.weight = embedding.weight
+            return
+        source = Source((f"{'token_embd' if tied else 'output'}.weight",))
+        self._linear(self.model, {"lm_head": self._loaded("lm_head", self.model.lm_head, source, "")})
+
+    def _layer(self, layer: nn.Module, at: str) -> None:
+        """Fill the modules of a layer.
+
+        Args:
+            layer: of the model.
+            at: what the names of its tensors begin with in the file.
+        """
+        for path, module in list(layer.named_modules()):
+            stem = f"{path}." if path else ""
+            linear = {name: each for name, each in module.named_children() if type(each) is nn.Linear}
+            for names in _groups(linear):
+                found = {name: self._loaded(stem + name, linear[name], None, at) for name in names}
+                self._linear(module, found)
+            if isinstance(module, nn.Linear | StoredMixture):
+                continue
+            for name, each in list(module.named_parameters(recurse=False)):
+                module.register_parameter(name, self._parameter(self._source(stem + name), at, each.shape))
+            for name, each in list(module.named_buffers(recurse=False)):
+                if name != "mup_vector":  # factors, which a file has in its weights
+                    raise UnreadError(f"its layers have {stem}{name}")
+                module.register_buffer(name, torch.ones(each.shape, dtype=self._dtype), persistent=False)
+
+    def _source(self, name: str) -> Source:
+        """What a tensor of a layer is in the file."""
+        found = self._sources.get(name)
+        if found is None:
+            stem, _, suffix = name.rpartition(".")
+            if stem not in self._sources:
+                raise UnreadError(f"its layers have {name}")
+            found = f"{self._sources[stem]}.{suffix}"
+        return Source((found,)) if isinstance(found, str) else found
+
+    def _loaded(self, name: str, layer: nn.Linear, source: Source | None, at: str) -> _Loaded:
+        """The weights of a linear layer; by its name in the layer where no source is given."""
+        source = source or self._source(f"{name}.weight")
+        alone, rows = len(source.places) == 1, _unless_in_order(source.rows)
+        parts = [self._matrix(at + place, rows if alone else None) for place in source.places]
+        shape = [sum(len(each) for each in parts), parts[0].shape[-1]]
+        if shape != list(layer.weight.shape):
+            raise UnreadError(f"its {at}{source.places[0]} is {shape}, not {list(layer.weight.shape)}")
+        bias = None if layer.bias is None else self._parameter(self._source(f"{name}.bias"), at, layer.bias.shape)
+        return _Loaded(parts, None if alone else rows, _unless_in_order(source.inputs), bias)
+
+    def _linear(self, module: nn.Module, found: Mapping[str, _Loaded]) -> None:
+        """Fill linear layers that read the same inputs; those of few bits are one product, as far as they join."""
+        few = [name for name, each in found.items() if each.matrices]
+        joined = next((count for count in range(len(few), 1, -1) if _join(found[name] for name in few[:count])), 0)
+        for names in filter(None, (few[:joined], *([name] for name in few[joined:]))):
+            matrices = [matrix for name in names for matrix in found[name].matrices]
+            product, start = StoredProduct(matrices, found[names[0]].bias), 0
+            for name in names:
+                stop = start + sum(len(matrix) for matrix in found[name].matrices)
+                setattr(module, name, StoredLinear(product, start, stop, found[name].rows, found[name].inputs))
+                start = stop
+        for name, each in found.items():
+            if not each.matrices:
+                layer: Any = module.get_submodule(name)
+                layer.weight = nn.Parameter(each.dense(), requires_grad=False)
+                layer.bias = each.bias
+
+    def _mixture(self, at: str, experts: Experts) -> StoredMixture:
+        def linear(name: str) -> SimpleNamespace:
+            weight = self._matrix(f"{at}ffn_{name}.weight")
+            return SimpleNamespace(weight=weight, bias=None, out_features=len(weight))
+
+        def gated(kind: str) -> SimpleNamespace:
+            return SimpleNamespace(**{f"{name}_proj": linear(f"{name}_{kind}") for name in ("gate", "up", "down")})
+
+        mlp = SimpleNamespace(gate=linear("gate_inp"), experts=gated("exps"))
+        if experts.weighed:
+            mlp.shared_expert, mlp.shared_expert_gate = gated("shexp"), linear("gate_inp_shexp")
+        traits = replace(LLAMA, experts=replace(experts, shared=experts.weighed))
+        return StoredMixture(Mixture(mlp, traits, torch.empty(0, dtype=self._dtype)))
+
+    def _matrix(self, place: str, rows: Order | None = None) -> StoredMatrix | Tensor:
+        self._take(place)
+        return self._tensors.matrix(place, rows)
+
+    def _parameter(self, source: Source, at: str, shape: torch.Size) -> nn.Parameter:
+        """A small tensor; in the file it may have other dimensions."""
+        (place,) = source.places
+        self._take(at + place)
+        made = self._tensors.floats(at + place)
+        if made.numel() != math.prod(shape):
+            raise UnreadError(f"its {at}{place} is {list(made.shape)}, not {list(shape)}")
+        made = made if source.rows is None else made[source.rows]
+        made = made if source.change is None else source.change(made)
+        return nn.Parameter(made.reshape(shape).to(self._dtype), requires_grad=False)
+
+    def _take(self, place: str) -> None:
+        if place not in self._tensors.file.tensors:
+            raise UnreadError(f"its tensors lack {place}")
+        self._unread.discard(place)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """The weights of a linear layer.
+
+    Attributes:
+        parts: matrices, whose outputs follow one another.
+        rows: which of their outputs each of the layer's is; None where they have the same order.
+        inputs: which of the layer's inputs each of theirs is; None where they have the same order.
+        bias: if there is one.
+    """
+
+    parts: Sequence[StoredMatrix | Tensor]
+    rows: Order | None
+    inputs: Order | None
+    bias: nn.Parameter | None
+
+    @property
+    def matrices(self) -> list[StoredMatrix]:
+        """The parts, where they can be a product of few bits."""
+        found = [each for each in self.parts if isinstance(each, StoredMatrix)]
+        return found if len(found) == len(self.parts) and why_not_joined(found) is None else []
+
+    def dense(self) -> Float[Tensor, "out in"]:
+        """What the numbers stand for."""
+        made = torch.cat([each if isinstance(each, Tensor) else dense(each) for each in self.parts])
+        made = made if self.rows is None else made[self.rows]
+        return made if self.inputs is None else made[:, self.inputs.argsort()]
+
+
+def _join(layers: Iterable[_Loaded]) -> bool:
+    """Whether linear layers can be one product."""
+    every = list(layers)
+    matrices = [matrix for each in every for matrix in each.matrices]
+    return all(each.bias is None for each in every) and why_not_joined(matrices) is None
+
+
+def _groups(names: Collection[str]) -> Iterator[Sequence[str]]:
+    """Names of linear layers of a module by what they read."""
+    groups = [[name for name in group if name in names] for group in _SAME_INPUTS]
+    grouped = {name for group in groups for name in group}
+    yield from filter(None, groups)
+    yield from ([name] for name in names if name not in grouped)
+
+
+def _unless_in_order(order: Order | None) -> Order | None:
+    return None if order is None or torch.equal(order, torch.arange(len(order))) else order

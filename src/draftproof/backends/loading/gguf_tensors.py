@@ -1,0 +1,165 @@
+"""The tensors of a GGUF file in its own numbers, and what metadata say of a model of any architecture."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftproof import native
+from draftproof.backends.lean.traits import Experts, UnreadError
+from draftproof.backends.loading.gguf_rotary import Keys
+from draftproof.backends.products.packed_linear import dense, why_not_exact
+from draftproof.models.gguf_file import FLOATS, GGUFFile, TensorEntry
+from draftproof.native.ggml import TYPES, StoredMatrix
+from draftproof.native.operations import MOST_EXPERTS
+
+_SOFTMAX, _SOFTMAX_OF_CHOSEN = 1, 3  # kinds of routers, by the number that files have for them
+_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>")
+"""Texts of tokens that end an answer, as llama.cpp collects them, besides those that metadata name."""
+
+
+class FileTensors:
+    """The tensors of a file, by the names that it has for them.
+
+    Args:
+        file: opened.
+        dtype: of what products make.
+        dense: whether matrices are read into memory, as the numbers that they stand for.
+
+    Attributes:
+        file: as given.
+
+    Raises:
+        UnreadError: native operations are off, or a tensor has a type that is not known here.
+    """
+
+    def __init__(self, file: GGUFFile, dtype: torch.dtype, *, dense: bool) -> None:
+        if native.operations_for(torch.empty(0, dtype=dtype)) is None:
+            raise UnreadError(f"native operations are off or not available for {dtype} ({native.VARIABLE})")
+        self.file = file
+        self._dtype = dtype
+        self._dense = dense
+        unknown = {entry.type for entry in file.tensors.values()} - set(TYPES) - set(FLOATS)
+        if unknown:
+            raise UnreadError(f"it has tensors of ggml's types {sorted(unknown)}, which are not read here")
+
+    @property
+    def bits(self) -> int | None:
+        """Of a weight in blocks, on the mean, rounded down; None where all weights are floats."""
+        sizes = [
+            (math.prod(entry.shape), TYPES[entry.type].size * 8 / TYPES[entry.type].elements)
+            for entry in self.file.tensors.values()
+            if entry.type in TYPES
+        ]
+        return int(sum(count * bits for count, bits in sizes) / sum(count for count, _ in sizes)) if sizes else None
+
+    def check(self) -> None:
+        """Compare native products of some rows of each type with torch's.
+
+        Raises:
+            UnreadError: they differ by more than rounding the inputs to 8 bits allows.
+        """
+        some = {entry.type: entry for entry in self.file.tensors.values() if entry.type in TYPES}
+        for entry in some.values():
+            why = why_not_exact(self._stored(entry))
+            if why is not None:
+                raise UnreadError(why)
+
+    def matrix(self, place: str, rows: Tensor | None = None) -> StoredMatrix | Tensor:
+        """A matrix; one of blocks stays in the file.
+
+        Args:
+            place: its name.
+            rows: which stored row each output is; None where they are in order.
+        """
+        entry = self.file.tensors[place]
+        if entry.type not in TYPES:
+            made = self.floats(place)
+            return (made if rows is None else made[rows]).to(self._dtype)
+        matrix = self._stored(entry)
+        matrix = matrix if rows is None else matrix.in_order(rows)
+        return dense(matrix).view(entry.shape) if self._dense else matrix
+
+    def floats(self, place: str) -> Tensor:
+        """A tensor of floats, in float32."""
+        entry = self.file.tensors[place]
+        if entry.type not in FLOATS:
+            raise UnreadError(f"its {place} is of ggml's type {entry.type}")
+        content = torch.frombuffer(
+            entry.map, dtype=FLOATS[entry.type], count=math.prod(entry.shape), offset=entry.offset
+        )
+        return content.to(torch.float32, copy=True).view(entry.shape)
+
+    def _stored(self, entry: TensorEntry) -> StoredMatrix:
+        if len(entry.shape) not in (2, 3):
+            raise UnreadError(f"a tensor of {len(entry.shape)} dimensions has ggml's type {entry.type}")
+        *outs, ins = entry.shape
+        return StoredMatrix(entry.content, math.prod(outs), ins, entry.type, self._dtype, release=entry.release)
+
+
+def end_tokens(file: GGUFFile) -> tuple[int, ...]:
+    """Ids of the tokens that end a text: those that metadata name, and those with a text that is known for it."""
+    named = (file.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
+    found = [int(each) for each in named if each is not None]
+    tokens, kinds = file.get("tokenizer.ggml.tokens", []), file.get("tokenizer.ggml.token_type")
+    if kinds is not None:
+        control = np.flatnonzero(np.asarray(kinds)[: len(tokens)] == 3)
+        special = {tokens[index]: int(index) for index in control}
+        found += [special[text] for text in _ENDS if text in special]
+    return tuple(dict.fromkeys(found))
+
+
+def named(keys: Keys, key: str) -> Any:
+    """A value that must be there.
+
+    Raises:
+        UnreadError: it is not.
+    """
+    found = keys.of_architecture(key)
+    if found is None:
+        raise UnreadError(f"it does not name its {key}")
+    return found
+
+
+def single(value: Any, what: str) -> int:
+    """One number for all layers.
+
+    Raises:
+        UnreadError: layers have several.
+    """
+    found = {int(each) for each in np.atleast_1d(np.asarray(value))}
+    if len(found) != 1:
+        raise UnreadError(f"its layers have {sorted(found)} {what}")
+    return found.pop()
+
+
+def experts_of(keys: Keys, *, whole: bool) -> Experts:
+    """How the experts of a layer divide the work.
+
+    Args:
+        keys: of the model.
+        whole: whether the shares of a token's experts add up to 1 where the file does not say.
+
+    Raises:
+        UnreadError: another kind of mixture than those that are known here.
+    """
+    of = keys.of_architecture
+    count, chosen = int(of("expert_count")), int(named(keys, "expert_used_count"))
+    if of("expert_gating_func", _SOFTMAX) not in (_SOFTMAX, _SOFTMAX_OF_CHOSEN):
+        raise UnreadError("its experts are not chosen by a softmax")
+    if any(of(key, 1) > 1 for key in ("expert_group_count", "interleave_moe_layer_step")):
+        raise UnreadError("its experts are chosen from groups, or some of its layers have none")
+    if not 1 <= chosen <= count <= MOST_EXPERTS:
+        raise UnreadError(f"it chooses {chosen} of {count} experts, of at most {MOST_EXPERTS}")
+    return Experts(
+        count,
+        chosen,
+        whole=bool(of("expert_weights_norm", whole)),
+        factor=float(of("expert_weights_scale", 0.0)) or 1.0,
+        shared="blk.0.ffn_gate_shexp.weight" in keys.tensors,
+        weighed="blk.0.ffn_gate_inp_shexp.weight" in keys.tensors,
+    )
