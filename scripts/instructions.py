@@ -103,6 +103,7 @@ def counted(library: Path, call: Callable[[], object]) -> Counter[Instruction]:
     return made
 
 
+_END = '.section .note.GNU-stack,"",@progbits\n'  # the stack holds no code
 _TEXTS = {
     "vector": "vpaddd {r}15, {r}15, {r}{n}",
     "vfmadd231ps": "vfmadd231ps {r}15, {r}15, {r}{n}",
@@ -120,7 +121,7 @@ def seconds(kind: str, *, wide: bool) -> float:
     """Processor time of one instruction of a kind, where many follow one another: the best of several turns."""
     names = {"r": "%zmm" if wide else "%ymm", "vex": "" if wide else "{vex} "}
     lines = (_TEXTS[kind].format(n=n, **names) for n in range(_REGISTERS))
-    source = "\n".join([".globl run", "run: vzeroall", "1:", *lines, "dec %rdi", "jnz 1b", "vzeroall", "ret", ""])
+    source = "\n".join([".globl run", "run: vzeroall", "1:", *lines, "dec %rdi", "jnz 1b", "vzeroall", "ret", _END])
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.so"
         command = [os.environ.get("CC") or "cc", "-shared", "-x", "assembler", "-", "-o", str(out)]

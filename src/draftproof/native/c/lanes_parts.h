@@ -262,6 +262,14 @@ INLINE floats add_product_float(floats sum, units w, units x) {
 INLINE floats add_product_bfloat16(floats sum, units w, units x) {
 #ifdef WITH_BF16
   EACH_PART sum.p[i] = vbfdotq_f32(sum.p[i], vreinterpretq_bf16_u32(w.p[i]), vreinterpretq_bf16_u32(x.p[i]));
+#elif defined(WITH_AVX2) /* halves of weights are made for each row: all of them, kept, would take registers from the sums */
+  EACH_PART {
+    float_part low, high;
+    __asm__ volatile("vpslld $16, %1, %0" : "=x"(low) : "x"(w.p[i]));
+    sum.p[i] = multiply_add_part(low, (float_part)(x.p[i] << 16), sum.p[i]);
+    __asm__ volatile("vpand %2, %1, %0" : "=x"(high) : "x"(w.p[i]), "xm"((bits_part){0} + 0xffff0000u));
+    sum.p[i] = multiply_add_part(high, (float_part)(x.p[i] & 0xffff0000u), sum.p[i]);
+  }
 #else
   EACH_PART {
     sum.p[i] = multiply_add_part((float_part)(w.p[i] << 16), (float_part)(x.p[i] << 16), sum.p[i]);
