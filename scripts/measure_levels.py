@@ -4,9 +4,9 @@
 
 One thread, and its processor time, so that other work on the machine counts little: the best of several turns. Weights
 lie in half of the second cache, and in memory, many times the size of the last cache. "Share" is the least time that
-the executed instructions allow, of the time that they took: instructions are counted by single steps of a child process,
-and their speeds are measured here (scripts/instructions.py). What does not grow with a weight's outputs (inputs that are
-rounded, and the call itself) is taken off times and counts.
+the executed instructions allow, of the time that they took: single steps of a child process count instructions, and
+their speeds are measured here (scripts/instructions.py). What does not grow with a weight's outputs (inputs that are
+rounded, and the call itself) is taken off times and counts. It takes half an hour, and more beside other work.
 """
 
 from __future__ import annotations
@@ -74,7 +74,11 @@ def product(loaded: ctypes.CDLL, form: str, outs: int, ins: int, rows: int) -> C
         weight = Interleaved(blocks.view(torch.bfloat16), outs, ins)
     elif form.startswith("quantized"):
         bits, group = int(form[-1]), 32 if form[-1] == "4" else 64
-        run, memory, more = loaded.draftproof_quantized_product_bfloat16, quantized_inputs_size(rows, ins), (bits, group)
+        run, memory, more = (
+            loaded.draftproof_quantized_product_bfloat16,
+            quantized_inputs_size(rows, ins),
+            (bits, group),
+        )
         blocks = numbers(*Quantized.shape(outs, ins, bits, group))
         weight = Quantized(blocks, outs, ins, bits, group)
     else:

@@ -59,8 +59,11 @@ class Level:
 
 
 _LINUX_FLAGS = {  # of compilers' names of instructions, where they are not the same
-    **{"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16", "avxvnni": "avx_vnni"},
-    **{"amx-tile": "amx_tile", "amx-bf16": "amx_bf16"},
+    "avx512vnni": "avx512_vnni",
+    "avx512bf16": "avx512_bf16",
+    "avxvnni": "avx_vnni",
+    "amx-tile": "amx_tile",
+    "amx-bf16": "amx_bf16",
 }
 
 
