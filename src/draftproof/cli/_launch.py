@@ -14,7 +14,7 @@ from draftproof.backends.hf import tensor_parallel as parallel
 from draftproof.backends.loading.by_name import take_part
 from draftproof.cli._libraries import quiet_libraries
 from draftproof.errors import UserError
-from draftproof.native.threads import physical_cores
+from draftproof.native.cores import physical_cores
 
 _THREADS = "OMP_NUM_THREADS"
 _DRAIN = 60  # seconds until processes that were asked to end are killed

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from draftproof.errors import UserError
 
 VARIABLE = "DRAFTPROOF_THREADS"
 LEGAL = ("auto", "openmp", "pool")
-_PROCESSORS = Path("/sys/devices/system/cpu")
 _ENTRIES = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
 
 
@@ -63,20 +61,3 @@ def openmp_function(name: str) -> Any:
         return getattr(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")), name)
     except (OSError, AttributeError):
         return None
-
-
-def physical_cores(folder: Path = _PROCESSORS) -> int:
-    """The cores that this process may use, each once, also where it runs two threads at once.
-
-    Args:
-        folder: where Linux describes processors. Those that it does not describe are counted as cores.
-    """
-    if sys.platform != "linux":
-        return os.cpu_count() or 1
-    cores = set()
-    for number in os.sched_getaffinity(0):
-        try:
-            cores.add(Path(folder, f"cpu{number}", "topology", "thread_siblings_list").read_text(encoding="utf-8"))
-        except OSError:
-            cores.add(str(number))
-    return len(cores)
