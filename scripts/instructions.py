@@ -153,7 +153,7 @@ def least_seconds(run: Counter[Instruction]) -> float:
 
     That is multiplications, all that compute on vectors, reads of memory, or all instructions.
     """
-    times = Counter[str]()
+    times = dict.fromkeys(("multiply", "vector", "load", "all"), 0.0)
     for each, count in run.items():
         if each.multiply:
             times["multiply"] += count * seconds(each.multiply, wide=each.wide)

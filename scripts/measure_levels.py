@@ -33,7 +33,7 @@ from draftproof.results import Results, table
 INS = 1024
 HEAD, QUERIES = 128, 6  # of attention: numbers of a head, and query heads for a key head
 ROWS = (*range(1, 9), 40)  # the last stands for a prompt
-COUNTS = (1, 5, 8)  # rows of which instructions are counted; of attention, which has more, the first
+COUNTS = (1, 5)  # rows of which instructions are counted; of attention, which has more, the first
 STEP = {"bfloat16": 12 * LANES}  # outputs that every tile of a form divides
 COUNTED = 256  # inputs, or keys, where instructions are counted
 FORMS = ("bfloat16", "Q8_0", "Q6_K", "Q5_0", "Q4_K", "Q4_0", "quantized:8", "quantized:4", "keys:16", "keys:8")
