@@ -7,6 +7,16 @@ from __future__ import annotations
 
 import nox
 
+LOWEST = (
+    *("tests/test_sampling.py", "tests/test_grammar.py", "tests/test_finish.py", "tests/stoppers"),
+    *(
+        "tests/engine/test_engine.py",
+        "tests/drafters",
+        "tests/cli/test_cli.py",
+        "tests/integrations/test_transformers.py",
+    ),
+    *("tests/server/test_server.py", "tests/server/test_server_schema.py", "tests/server/test_responses.py"),
+)
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["format", "lint", "types", "docs"]
 
@@ -53,3 +63,11 @@ def slow(session: nox.Session) -> None:
 def native(session: nox.Session) -> None:
     """The C library under address and undefined-behaviour sanitizers."""
     session.run("python", "scripts/check_native.py", *session.posargs)
+
+
+@nox.session(venv_backend="venv")
+def lowest(session: nox.Session) -> None:
+    """A part of the suite with the lowest versions that pyproject.toml allows; arguments, if any, name other tests."""
+    session.install("uv")
+    session.run("uv", "pip", "install", "--resolution", "lowest-direct", "-e", ".[dev]")
+    session.run("pytest", *(session.posargs or LOWEST), env={"HF_HUB_OFFLINE": "1", "GOMP_SPINCOUNT": "0"})

@@ -36,7 +36,7 @@ SYSTEMS = {
     "arm64-macos": ("macosx_11_0_arm64", ".dylib", {0: MACH_O + struct.pack("<I", 0x0100000C)}),
     "x86_64-windows": ("win_amd64", ".dll", {0: PE + struct.pack("<H", 0x8664)}),
 }
-_X86 = {"x86-64-v4-fma", "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3", "portable"}
+_X86 = {"x86-64-v4-fma", "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3-vnni", "x86-64-v3", "portable"}
 _ARM = {"neon-i8mm-bf16", "neon-dotprod", "neon", "portable"}
 LEVELS = {
     "x86_64-linux": _X86 | {"x86-64-v4-amx"},

@@ -17,6 +17,9 @@
   memcpy(name, &(vector), sizeof name)
 #define EACH for (int i = 0; i < 16; i++)
 
+#undef _mm512_madd_epi16
+#define _mm512_madd_epi16 simde_mm512_madd_epi16 /* version 0.7 gives it the arguments of another one */
+
 #undef _mm512_cvtepu16_epi32
 #define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
 static inline simde__m512i emulated_cvtepu16_epi32(simde__m256i v) {

@@ -1294,6 +1294,7 @@ def test_the_best_level_that_the_processor_runs_is_chosen(monkeypatch):
         (all_of_v4 | {"avx512_vnni", "avx512_bf16", "AuthenticAMD"}, "x86-64-v4-bf16"),
         (all_of_v4 | {"avx512_vnni", "avx512_bf16", "GenuineIntel"}, "x86-64-v4-fma"),
         (all_of_v4, "x86-64-v4"),
+        ({"avx2", "fma", "f16c", "sse2", "avx_vnni"}, "x86-64-v3-vnni"),
         ({"avx2", "fma", "f16c", "sse2"}, "x86-64-v3"),
         ({"avx2", "fma", "sse2"}, "portable"),
         ({"sse2"}, "portable"),

@@ -58,9 +58,17 @@ class Level:
     machine: str | None = "x86_64"
 
 
+_LINUX_FLAGS = {  # of compilers' names of instructions, where they are not the same
+    "avx512vnni": "avx512_vnni",
+    "avx512bf16": "avx512_bf16",
+    "avxvnni": "avx_vnni",
+    "amx-tile": "amx_tile",
+    "amx-bf16": "amx_bf16",
+}
+
+
 def _level(name: str, *features: str, vendor: str | None = None, defined: tuple[str, ...] = ()) -> Level:
-    linux = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16"}
-    needs = frozenset(linux.get(feature, feature) for feature in features)
+    needs = frozenset(_LINUX_FLAGS.get(feature, feature) for feature in features)
     flags = *(f"-m{feature}" for feature in features), *(f"-D{each}" for each in defined)
     return Level(name, needs | ({vendor} if vendor else set()), flags)
 
@@ -69,6 +77,7 @@ def _arm(name: str, march: str, *needs: str) -> Level:
     return Level(name, frozenset(needs), (f"-march={march}", "-DWITH_NEON"), "aarch64")
 
 
+_V3 = ("avx2", "fma", "f16c")
 _V4 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma")
 LEVELS = (  # best first
     _level("x86-64-v4-amx", *_V4, "avx512vnni", "avx512bf16", "amx-tile", "amx-bf16"),
@@ -76,7 +85,8 @@ LEVELS = (  # best first
     _level("x86-64-v4-fma", *_V4, "avx512vnni", "avx512bf16", vendor="GenuineIntel", defined=("WIDE_PRODUCTS",)),
     _level("x86-64-v4-bf16", *_V4, "avx512vnni", "avx512bf16"),
     _level("x86-64-v4", *_V4),
-    _level("x86-64-v3", "avx2", "fma", "f16c"),
+    _level("x86-64-v3-vnni", *_V3, "avxvnni"),
+    _level("x86-64-v3", *_V3),
     _arm("neon-i8mm-bf16", "armv8.2-a+dotprod+i8mm+bf16", "asimd", "asimddp", "i8mm", "bf16"),
     _arm("neon-dotprod", "armv8.2-a+dotprod", "asimd", "asimddp"),
     _arm("neon", "armv8-a", "asimd"),
@@ -89,7 +99,7 @@ LEVELS = (  # best first
 _ARM_FLAGS = {"asimd": (16, 1), "asimddp": (16, 20), "i8mm": (26, 13), "bf16": (26, 14)}
 _APPLE_FLAGS = {"asimd": "AdvSIMD", "asimddp": "arm.FEAT_DotProd", "i8mm": "arm.FEAT_I8MM", "bf16": "arm.FEAT_BF16"}
 # The names of `torch.cpu.get_capabilities` where they are not those of Linux without underscores.
-_TORCH_FLAGS = {"fma3": "fma"} | {name: name for name in ("avx512_vnni", "avx512_bf16")}
+_TORCH_FLAGS = {"fma3": "fma"} | {name: name for name in ("avx512_vnni", "avx512_bf16", "avx_vnni")}
 
 
 def machine() -> str:

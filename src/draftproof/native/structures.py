@@ -253,9 +253,9 @@ class LayerArguments(ctypes.Structure):
 
 
 def quantized_inputs_size(rows: int, ins: int) -> int:
-    """Bytes that suffice for the inputs of a quantized product: numbers, padded, and two float32 for each group."""
+    """Bytes that suffice for the inputs of a quantized product: numbers, padded, and twelve more for each group."""
     least, most = GROUPS[0], GROUPS[-1]
-    return 64 + rows * (ins + most + 8 * -(-ins // least))
+    return 64 + rows * (ins + most + 12 * -(-ins // least))
 
 
 def ggml_inputs_size(rows: int, ins: int) -> int:

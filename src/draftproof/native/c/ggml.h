@@ -373,13 +373,20 @@ typedef struct {
 #ifdef WITH_AVX512
 #define GGML_TILES(DO, form) DO(form, 1, 1) DO(form, 1, 4) DO(form, 2, 1) DO(form, 2, 2) DO(form, 4, 1) DO(form, 6, 1) DO(form, 8, 1)
 enum { GGML_ROWS = 8, GGML_BLOCKS_OF_ONE = 4, GGML_BLOCKS_OF_TWO = 2, GGML_CHAINS = 2 };
+#elif defined(WITH_AVX2)
+#define GGML_TILES(DO, form) DO(form, 1, 1) DO(form, 1, 2) DO(form, 2, 1) DO(form, 3, 1) DO(form, 4, 1) DO(form, 5, 1)
+enum { GGML_ROWS = 5, GGML_BLOCKS_OF_ONE = 2, GGML_BLOCKS_OF_TWO = 1, GGML_CHAINS = 1 };
 #else
 #define GGML_TILES(DO, form) DO(form, 1, 1) DO(form, 1, 2) DO(form, 2, 1) DO(form, 4, 1)
 enum { GGML_ROWS = 4, GGML_BLOCKS_OF_ONE = 2, GGML_BLOCKS_OF_TWO = 1, GGML_CHAINS = 1 };
 #endif
 static int ggml_tile_rows(long left) {
+#if defined(WITH_AVX2) && !defined(WITH_AVX512)
+  return left > 2 * GGML_ROWS - 1 ? GGML_ROWS : left > GGML_ROWS ? (int)(left + 1) / 2 : (int)left;
+#else
   const int rows = left > 6 ? 8 : left > 4 ? 6 : left > 2 ? 4 : (int)left;
   return rows < GGML_ROWS ? rows : GGML_ROWS;
+#endif
 }
 
 /* Inputs in 8 bits: numbers [rows, padded], a scale for each 32 of a row, and for each 32 and each 16 the sum of the numbers,
@@ -500,6 +507,7 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
                       const int blocks, const ggml_form f) {
   const long next = ggml_block_size(f, ins), pieces = next / ggml_piece_size(f), groups = x->padded / GGML_GROUP;
   const long halves = f.group < GGML_GROUP ? 2 : 1;
+  const int offset = f.bits == 8 ? f.offset - BYTE_OFFSET : f.offset;
   floats sum[8][4];
 #pragma GCC unroll 8
   for (int m = 0; m < rows; m++)
@@ -523,16 +531,22 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
       const int8_t *numbers = x->numbers + row * x->padded + piece * ggml_piece(f) + g * f.group;
       const long ahead = ahead_of(w + next - body - ggml_numbers(f), (blocks - 1) * next);
       const long of_row = piece * ggml_piece(f) / f.group + g;
-      units dots[8][4]; /* they begin with minus the offset times the sum of the inputs */
+      units total[8][4], dots[8][4]; /* totals begin with minus the offset times the sum of the inputs */
+      const int8_t *inputs[8];
 #pragma GCC unroll 8
       for (int m = 0; m < rows; m++) {
+        inputs[m] = numbers + m * x->padded;
+        __asm__("" : "+r"(inputs[m])); /* one register for each row; else GCC computes an address for each unit of each */
         units first = no_units();
-        if (f.offset) {
+        if (offset) {
           const int32_t *less = halves > 1 ? x->half_less + (row + m) * 2 * groups : x->less + (row + m) * groups;
-          first = shifted_up(splat_unit(less + of_row), __builtin_ctz((unsigned)f.offset));
+          first = shifted_up(splat_unit(less + of_row), __builtin_ctz((unsigned)offset));
         }
 #pragma GCC unroll 4
-        for (int b = 0; b < blocks; b++) dots[m][b] = first;
+        for (int b = 0; b < blocks; b++) {
+          total[m][b] = first;
+          dots[m][b] = opened_dots(first);
+        }
       }
       units higher[4];
       if (f.bits == 5 || f.bits == 6)
@@ -551,8 +565,16 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
           const units weights = f.bits == 8 ? taken : ggml_unit(f, taken, higher[b], t);
 #pragma GCC unroll 8
           for (int m = 0; m < rows; m++) {
-            const units input = splat_unit(numbers + m * x->padded + 4 * t);
-            dots[m][b] = f.bits == 8 ? add_byte_dot(dots[m][b], weights, input) : add_dot(dots[m][b], weights, input);
+            const units input = splat_unit(inputs[m] + 4 * t);
+            if (f.bits == 8) {
+              total[m][b] = add_byte_dot(total[m][b], weights, input);
+              continue;
+            }
+            dots[m][b] = add_dot(dots[m][b], weights, input);
+            if ((t + 1) % steps_of_halves(f.bits) == 0 || t == f.group / 4 - 1) {
+              total[m][b] = closed_dots(total[m][b], dots[m][b]);
+              dots[m][b] = opened_dots(total[m][b]);
+            }
           }
         }
       }
@@ -569,10 +591,10 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
         }
 #pragma GCC unroll 8
         for (int m = 0; m < rows; m++) {
-          const float *total = halves > 1 ? x->half_sums + (row + m) * 2 * groups : x->sums + (row + m) * groups;
-          const floats whole = mul(from_units(dots[m][b]), splat(x->scales[(row + m) * groups + of_row / halves]));
+          const float *of_inputs = halves > 1 ? x->half_sums + (row + m) * 2 * groups : x->sums + (row + m) * groups;
+          const floats whole = mul(from_units(total[m][b]), splat(x->scales[(row + m) * groups + of_row / halves]));
           sum[m][b] = multiply_add(whole, scale, sum[m][b]);
-          if (f.has_least) sum[m][b] = multiply_add(least, splat(total[of_row]), sum[m][b]);
+          if (f.has_least) sum[m][b] = multiply_add(least, splat(of_inputs[of_row]), sum[m][b]);
         }
       }
     }

@@ -44,8 +44,16 @@
 #define long long long /* sizes: its own `long` has 32 bits */
 #endif
 #if (defined(WITH_AVX512) && defined(__AVX512VNNI__) && !defined(EMULATE_AVX512)) || \
-    (defined(WITH_NEON) && defined(__ARM_FEATURE_DOTPROD))
+    (defined(WITH_NEON) && defined(__ARM_FEATURE_DOTPROD)) || (!defined(WITH_AVX512) && defined(__AVXVNNI__))
 #define WITH_BYTE_DOTS /* one instruction adds four products of bytes to each unit */
+#elif defined(WITH_AVX512) || defined(WITH_AVX2)
+#define WITH_HALVES /* one adds two in 16 bits, and another one the two halves of a unit */
+/* A sum is added up before the next product is made: else GCC makes all products first, more than registers hold. */
+#ifdef EMULATE_AVX512
+#define ADDED_NOW(sum)
+#else
+#define ADDED_NOW(sum) __asm__("" : "+v"(sum))
+#endif
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -58,6 +66,31 @@ typedef uint16_t bfloat16; /* the upper half of a float32 */
 #else
 #include "lanes_parts.h"
 #endif
+
+#ifdef WITH_HALVES
+enum { HALVES = 1 };
+#else
+enum { HALVES = 0 };
+#endif
+/* What `add_dot` adds to, for a sum that is in units; and that sum with what was added. With WITH_HALVES at most so many times,
+   for numbers of so many bits. */
+INLINE int steps_of_halves(const int bits) { return 32767 / (2 * 127 * ((1 << bits) - 1)); }
+INLINE units opened_dots(units sum) {
+#ifdef WITH_HALVES
+  (void)sum;
+  return no_units();
+#else
+  return sum;
+#endif
+}
+INLINE units closed_dots(units sum, units dots) {
+#ifdef WITH_HALVES
+  return add_halves(sum, dots);
+#else
+  (void)sum;
+  return dots;
+#endif
+}
 
 INLINE floats zeros(void) { return splat(0); }
 /* A float16 number, not infinite. */
@@ -72,6 +105,10 @@ INLINE float bfloat16_value(bfloat16 upper) {
   float value;
   memcpy(&value, &bits, sizeof value);
   return value;
+}
+INLINE void spread_bfloat16(floats *into, const void *at) {
+  const units v = load_units(at);
+  for (int number = 0; number < 2; number++) into[number] = one_of_two(v, number);
 }
 INLINE void spread_float(floats *into, const void *at) { into[0] = load_float(at); }
 

@@ -5,8 +5,9 @@ enum {
   TILE_ROWS_OF_TWO = 12,  /* the same with two blocks */
   TILE_ROWS_OF_THREE = 8, /* the same with three */
   TILE_ROWS_OF_FOUR = 6,  /* the same with four */
+  QUANTIZED_ROWS = 4,     /* rows that a quantized weight multiplies at once */
   QUANTIZED_BLOCKS = 4,   /* blocks of quantized weights beside one another, for one row */
-  ONE_SUM = 0,            /* whether several rows have one sum for each output, and bytes one product, for want of registers */
+  ONE_SUM = 0,            /* whether several rows have one sum for each output, for want of registers */
   TOGETHER = 6,           /* queries that attend at once */
   ROWS_TOGETHER = 6,      /* rows that a plain weight multiplies at once */
   OUTS_OF_ONE = 8,        /* its outputs at once, for one row */
@@ -20,6 +21,7 @@ enum {
   TILES_OF(DO, 1) TILES_OF(DO, 2) TILES_OF(DO, 3) TILES_OF(DO, 4) TILES_OF(DO, 5) TILES_OF(DO, 6) TILES_OF(DO, 7) \
   TILES_OF(DO, 8) TILES_OF(DO, 9) TILES_OF(DO, 10) TILES_OF(DO, 11) TILES_OF(DO, 12) DO(6, 3) DO(7, 3) DO(8, 3) \
   DO(1, 4) DO(2, 4) DO(3, 4) DO(4, 4) DO(5, 4) DO(6, 4)
+#define QUANTIZED_TILES(DO, bits) DO(1, 1, bits) DO(2, 1, bits) DO(3, 1, bits) DO(4, 1, bits) DO(1, 2, bits) DO(1, 4, bits)
 
 typedef __m512 floats;
 typedef __m512i units; /* sixteen times four bytes: a float32, or two bfloat16 */
@@ -144,22 +146,30 @@ INLINE levels load_levels(const float *at) { return _mm512_loadu_ps(at); }
 INLINE floats level_of(levels table, units v, const int bit) {
   return _mm512_permutexvar_ps(_mm512_srli_epi32(v, (unsigned)bit), table);
 }
-/* sum + the products of four bytes of w, from 0 to 15, and four signed bytes of x. */
+/* sum + the products of four bytes of w, below 64, and four signed bytes of x; with WITH_HALVES two of them in each half of a
+   unit (`steps_of_halves`). And of any bytes of w, less BYTE_OFFSET, and of x above -128. */
+#ifndef WITH_HALVES
+enum { BYTE_OFFSET = 0 };
+INLINE units add_dot(units sum, units w, units x) { return _mm512_dpbusd_epi32(sum, w, x); }
+INLINE units add_byte_dot(units sum, units w, units x) { return _mm512_dpbusd_epi32(sum, w, x); }
+#else
+enum { BYTE_OFFSET = 128 };
 INLINE units add_dot(units sum, units w, units x) {
-#if defined(__AVX512VNNI__) && !defined(EMULATE_AVX512)
-  return _mm512_dpbusd_epi32(sum, w, x);
-#else
-  return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1)));
-#endif
+  sum = _mm512_add_epi16(sum, _mm512_maddubs_epi16(w, x));
+  ADDED_NOW(sum);
+  return sum;
 }
-/* The same with any bytes of w. */
-INLINE units add_byte_dot(units sum, units w, units x) {
-#if defined(__AVX512VNNI__) && !defined(EMULATE_AVX512)
-  return _mm512_dpbusd_epi32(sum, w, x);
-#else
-  return add_units(add_dot(sum, lower_halves(w), x), shifted_up(add_dot(no_units(), upper_halves(w), x), 4));
-#endif
+INLINE units add_halves(units sum, units halves) {
+  sum = _mm512_add_epi32(sum, _mm512_madd_epi16(halves, _mm512_set1_epi16(1)));
+  ADDED_NOW(sum);
+  return sum;
 }
+INLINE units add_byte_dot(units sum, units w, units x) { /* the size of w and x with its sign: two products fit into 16 bits */
+  const units number = _mm512_xor_si512(w, _mm512_set1_epi8(-128));
+  const units turned = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(number), no_units(), x);
+  return add_halves(sum, _mm512_maddubs_epi16(_mm512_abs_epi8(number), turned));
+}
+#endif
 #ifdef WITH_BYTE_DOTS
 /* sum + the products of four signed bytes of keys, as `key_bytes` makes them, and of x; and KEY_OFFSET times the bytes of x. */
 enum { KEY_OFFSET = 128 };
@@ -176,11 +186,6 @@ INLINE floats load_half(const void *at) { return _mm512_cvtph_ps(_mm256_loadu_si
 /* One of the two bfloat16 numbers of each unit. */
 INLINE floats one_of_two(units v, const int number) {
   return _mm512_castsi512_ps(number ? _mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000)) : _mm512_slli_epi32(v, 16));
-}
-INLINE void spread_bfloat16(floats *into, const void *at) {
-  const units v = load_units(at);
-  into[0] = one_of_two(v, 0);
-  into[1] = one_of_two(v, 1);
 }
 
 /* Sixteen values of sixteen units, their rows and columns exchanged. */

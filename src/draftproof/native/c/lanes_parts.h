@@ -1,15 +1,16 @@
 /* Sixteen lanes as several smaller vectors (lanes.h). */
 
 #ifdef WITH_AVX2
-enum { PART = 8, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 1, QUANTIZED_BLOCKS = 2, ONE_SUM = 0, TOGETHER = 3, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 4 };
-#define PRODUCT_TILES(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(1, 2) DO(2, 2) DO(1, 4)
+enum { PART = 8, TILE_ROWS = 5, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 1, QUANTIZED_ROWS = 5, QUANTIZED_BLOCKS = 2, ONE_SUM = 1, TOGETHER = 3, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 4 };
+#define PRODUCT_TILES(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(5, 1) DO(1, 2) DO(2, 2) DO(1, 4)
 #elif defined(WITH_NEON) /* 32 registers, of which a tile's sums take 24 at most */
-enum { PART = 4, TILE_ROWS = 6, TILE_ROWS_OF_TWO = 3, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 1, QUANTIZED_BLOCKS = 2, ONE_SUM = 1, TOGETHER = 3, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 4 };
+enum { PART = 4, TILE_ROWS = 6, TILE_ROWS_OF_TWO = 3, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 1, QUANTIZED_ROWS = 5, QUANTIZED_BLOCKS = 2, ONE_SUM = 1, TOGETHER = 3, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 4 };
 #define PRODUCT_TILES(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(5, 1) DO(6, 1) DO(1, 2) DO(2, 2) DO(3, 2) DO(1, 4)
 #else
-enum { PART = 4, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 0, QUANTIZED_BLOCKS = 2, ONE_SUM = 0, TOGETHER = 2, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 2 };
+enum { PART = 4, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 0, QUANTIZED_ROWS = 5, QUANTIZED_BLOCKS = 2, ONE_SUM = 1, TOGETHER = 2, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 2 };
 #define PRODUCT_TILES(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(1, 2) DO(2, 2) DO(1, 4)
 #endif
+#define QUANTIZED_TILES(DO, bits) DO(1, 1, bits) DO(2, 1, bits) DO(3, 1, bits) DO(4, 1, bits) DO(5, 1, bits) DO(1, 2, bits)
 enum { PARTS = LANES / PART };
 
 typedef float float_part __attribute__((vector_size(4 * PART)));
@@ -29,7 +30,13 @@ typedef struct {
 
 #define EACH_PART _Pragma("GCC unroll 4") for (int i = 0; i < PARTS; i++)
 
-INLINE float_part splat_part(float v) { return (float_part){0} + v; }
+INLINE float_part splat_part(float v) { /* not 0 + v, which is no -0, and so an addition */
+#ifdef WITH_AVX2
+  return _mm256_set1_ps(v);
+#else
+  return (float_part){v, v, v, v};
+#endif
+}
 INLINE int_part number_part(int i) { /* the lanes' numbers */
 #ifdef WITH_AVX2
   return (int_part){0, 1, 2, 3, 4, 5, 6, 7} + PART * i;
@@ -255,6 +262,14 @@ INLINE floats add_product_float(floats sum, units w, units x) {
 INLINE floats add_product_bfloat16(floats sum, units w, units x) {
 #ifdef WITH_BF16
   EACH_PART sum.p[i] = vbfdotq_f32(sum.p[i], vreinterpretq_bf16_u32(w.p[i]), vreinterpretq_bf16_u32(x.p[i]));
+#elif defined(WITH_AVX2) /* halves of weights are made for each row: all of them, kept, would take registers from the sums */
+  EACH_PART {
+    float_part low, high;
+    __asm__ volatile("vpslld $16, %1, %0" : "=x"(low) : "x"(w.p[i]));
+    sum.p[i] = multiply_add_part(low, (float_part)(x.p[i] << 16), sum.p[i]);
+    __asm__ volatile("vpand %2, %1, %0" : "=x"(high) : "x"(w.p[i]), "xm"((bits_part){0} + 0xffff0000u));
+    sum.p[i] = multiply_add_part(high, (float_part)(x.p[i] & 0xffff0000u), sum.p[i]);
+  }
 #else
   EACH_PART {
     sum.p[i] = multiply_add_part((float_part)(w.p[i] << 16), (float_part)(x.p[i] << 16), sum.p[i]);
@@ -308,6 +323,23 @@ INLINE floats load_bytes(const uint8_t *at) {
   const uint16x8_t half[2] = {vmovl_u8(vget_low_u8(all)), vmovl_high_u8(all)};
   floats r;
   EACH_PART r.p[i] = vcvtq_f32_u32(i % 2 ? vmovl_high_u16(half[i / 2]) : vmovl_u16(vget_low_u16(half[i / 2])));
+  return r;
+}
+#elif defined(WITH_AVX2)
+INLINE void store_bytes(int8_t *at, floats v) {
+  const units made = to_units(v);
+  const __m256i one = (__m256i)(made.p[0] & 255), two = (__m256i)(made.p[1] & 255);
+  const __m256i all = _mm256_permute4x64_epi64(_mm256_packus_epi32(one, two), 0xd8); /* it packs each half of a register */
+  _mm_storeu_si128((__m128i *)at, _mm_packus_epi16(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1)));
+}
+INLINE floats load_signed_bytes(const int8_t *at) {
+  floats r;
+  EACH_PART r.p[i] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(at + PART * i))));
+  return r;
+}
+INLINE floats load_bytes(const uint8_t *at) {
+  floats r;
+  EACH_PART r.p[i] = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(at + PART * i))));
   return r;
 }
 #else
@@ -416,18 +448,17 @@ INLINE units add_signed_dot(units sum, units w, units x) {
   }
   return sum;
 }
-INLINE units splat_bytes(uint8_t byte) {
-  units r;
-  EACH_PART r.p[i] = (bits_part)vdupq_n_u8(byte);
-  return r;
-}
 #endif
-/* sum + the products of four bytes of w, from 0 to 15, and four signed bytes of x. */
+/* sum + the products of four bytes of w, below 64, and four signed bytes of x; with WITH_HALVES two of them in each half of a
+   unit (`steps_of_halves`). */
 INLINE units add_dot(units sum, units w, units x) {
-#ifdef WITH_AVX2
+#ifdef __AVXVNNI__
+  EACH_PART sum.p[i] = (bits_part)_mm256_dpbusd_avx_epi32((__m256i)sum.p[i], (__m256i)w.p[i], (__m256i)x.p[i]);
+#elif defined(WITH_HALVES)
   EACH_PART {
-    const __m256i pairs = _mm256_maddubs_epi16((__m256i)w.p[i], (__m256i)x.p[i]);
-    sum.p[i] += (bits_part)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    const __m256i two = _mm256_maddubs_epi16((__m256i)w.p[i], (__m256i)x.p[i]);
+    sum.p[i] = (bits_part)_mm256_add_epi16((__m256i)sum.p[i], two);
+    ADDED_NOW(sum.p[i]);
   }
 #elif defined(__ARM_FEATURE_DOTPROD) && defined(WITH_NEON)
   sum = add_signed_dot(sum, w, x);
@@ -445,23 +476,53 @@ INLINE units add_dot(units sum, units w, units x) {
 #endif
   return sum;
 }
-/* The same with any bytes of w. */
+#ifdef WITH_HALVES
+INLINE units add_halves(units sum, units halves) {
+  EACH_PART sum.p[i] += (bits_part)_mm256_madd_epi16((__m256i)halves.p[i], _mm256_set1_epi16(1));
+  return sum;
+}
+#endif
+/* sum + the products of four bytes of w, less BYTE_OFFSET, and four signed bytes of x above -128. */
+#if defined(__AVXVNNI__) || !(defined(WITH_AVX2) || defined(WITH_NEON))
+enum { BYTE_OFFSET = 0 };
+INLINE units add_byte_dot(units sum, units w, units x) { return add_dot(sum, w, x); }
+#elif defined(WITH_AVX2) /* the size of w and x with the sign of w: two products fit into 16 bits */
+enum { BYTE_OFFSET = 128 };
 INLINE units add_byte_dot(units sum, units w, units x) {
-#if defined(__ARM_FEATURE_MATMUL_INT8) && defined(WITH_NEON)
+  EACH_PART {
+    const __m256i number = (__m256i)(w.p[i] ^ 0x80808080u), turned = _mm256_sign_epi8((__m256i)x.p[i], number);
+    sum.p[i] += (bits_part)_mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(number), turned), _mm256_set1_epi16(1));
+    ADDED_NOW(sum.p[i]);
+  }
+  return sum;
+}
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+enum { BYTE_OFFSET = 0 };
+INLINE units add_byte_dot(units sum, units w, units x) {
   EACH_PART sum.p[i] = (bits_part)vusdotq_s32((int32x4_t)sum.p[i], (uint8x16_t)w.p[i], (int8x16_t)x.p[i]);
   return sum;
-#elif defined(WITH_NEON) /* w - 128 is signed; 128 times the bytes of x is the same for all weights that they multiply */
-  EACH_PART w.p[i] ^= 0x80808080u;
-  return add_signed_dot(add_units(sum, shifted_up(add_signed_dot(no_units(), splat_bytes(64), x), 1)), w, x);
-#else
-  return add_units(add_dot(sum, lower_halves(w), x), shifted_up(add_dot(no_units(), upper_halves(w), x), 4));
-#endif
 }
+#else
+enum { BYTE_OFFSET = 128 };
+INLINE units add_byte_dot(units sum, units w, units x) {
+  EACH_PART w.p[i] ^= 0x80808080u;
+  return add_signed_dot(sum, w, x);
+}
+#endif
 #ifdef WITH_BYTE_DOTS
-/* sum + the products of four signed bytes of keys, as `key_bytes` makes them, and of x. */
+/* sum + the products of four signed bytes of keys, as `key_bytes` makes them, and of x; and KEY_OFFSET times the bytes of x. */
+#ifdef WITH_NEON
 enum { KEY_OFFSET = 0 };
 INLINE units key_bytes(units v) { return v; }
 INLINE units add_key_dot(units sum, units keys, units x) { return add_signed_dot(sum, keys, x); }
+#else
+enum { KEY_OFFSET = 128 };
+INLINE units key_bytes(units v) {
+  EACH_PART v.p[i] ^= 0x80808080u;
+  return v;
+}
+INLINE units add_key_dot(units sum, units keys, units x) { return add_dot(sum, keys, x); }
+#endif
 #endif
 INLINE units or_units(units a, units b) {
   EACH_PART a.p[i] |= b.p[i];
@@ -488,11 +549,11 @@ INLINE floats load_half(const void *at) {
 #endif
   return r;
 }
-/* Two bfloat16 numbers of each unit. */
-INLINE void spread_bfloat16(floats *into, const void *at) {
-  const units v = load_units(at);
-  EACH_PART into[0].p[i] = (float_part)(v.p[i] << 16);
-  EACH_PART into[1].p[i] = (float_part)(v.p[i] & 0xffff0000u);
+/* One of the two bfloat16 numbers of each unit. */
+INLINE floats one_of_two(units v, const int number) {
+  floats r;
+  EACH_PART r.p[i] = (float_part)(number ? v.p[i] & 0xffff0000u : v.p[i] << 16);
+  return r;
 }
 
 /* Sixteen values of sixteen units, their rows and columns exchanged: four by four units at a time. */

@@ -8,6 +8,7 @@ typedef struct {
   int8_t *numbers; /* [rows, groups * group] */
   float *scales;   /* [rows, groups] */
   float *sums;     /* [rows, groups], of the inputs as they were quantized */
+  int32_t *starts; /* [rows, groups], of sums of products with bytes: BYTE_OFFSET times the sum of the numbers */
 } quantized_inputs;
 
 /* Where the quantized inputs of some rows lie in memory; quantized_inputs_size of structures.py is its size. */
@@ -16,7 +17,8 @@ static quantized_inputs inputs_in(void *memory, long rows, long groups) {
   quantized_inputs made;
   made.scales = (float *)start;
   made.sums = made.scales + rows * groups;
-  made.numbers = (int8_t *)(made.sums + rows * groups);
+  made.starts = (int32_t *)(made.sums + rows * groups);
+  made.numbers = (int8_t *)(made.starts + rows * groups);
   return made;
 }
 
@@ -26,6 +28,11 @@ INLINE long groups_of_piece(long bits) { return bits < 8 ? 2 : 1; }
 INLINE long quantized_block_size(long groups, long group, long bits) {
   const long together = groups_of_piece(bits);
   return quantized_head(bits) + (groups + together - 1) / together * (64 + together * 2 * bits * group);
+}
+
+/* Four bytes of each output from a line of 64: those of inputs 4 i to 4 i + 3. */
+INLINE units quantized_unit(units line, const int bits, const int i) {
+  return bits == 8 ? line : bits == 2 ? quarters(line, i) : i ? upper_halves(line) : lower_halves(line);
 }
 
 /* Whole numbers of steps that are near to values, at most `most` in size. */

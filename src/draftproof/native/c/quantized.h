@@ -34,27 +34,31 @@ static void NAME(quantize_row)(const ELEM *x, long ins, const quantized_inputs *
       top = larger(top, larger(v, sub(zeros(), v)));
     }
     const float scale = largest_of(top) / 127, by = scale > 0 ? 1 / scale : 0;
-    floats sum = zeros();
+    floats made = zeros();
     for (long i = 0; i < group; i += LANES) {
       const floats v = nearest(mul(NAME(load_first)(x + start + i, here - i), splat(by)));
       store_bytes(numbers + i, v);
-      sum = add(sum, v);
+      made = add(made, v);
     }
+    const float sum = sum_of(made);
     to->scales[row * groups + g] = scale;
-    to->sums[row * groups + g] = scale * sum_of(sum);
+    to->sums[row * groups + g] = scale * sum;
+    to->starts[row * groups + g] = BYTE_OFFSET * (int32_t)sum;
   }
 }
 
 /* Some rows' outputs of neighbouring blocks; memory is read faster in more places at once. */
 INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, long block, const int rows,
                                  const int blocks, const int bits) {
-  const int together = (int)groups_of_piece(bits), one_sum = ONE_SUM && rows > 1;
+  const int together = (int)groups_of_piece(bits), chains = HALVES || bits == 8 || (ONE_SUM && rows > 1) ? 1 : 2;
   const long places = p->groups * p->group, size = 2 * p->group * bits;
+  const long most = HALVES && bits < 8 ? steps_of_halves(bits) * bits / 8 * 64 : size, part = most < size ? most : size;
   const long next = quantized_block_size(p->groups, p->group, bits);
   const uint8_t *start = p->w + block * next, *at = start + quantized_head(bits);
   const int8_t *x = p->inputs.numbers + row * places;
-  floats sum[4][QUANTIZED_BLOCKS], offsets[4][QUANTIZED_BLOCKS]; /* with 8 bits, the first one takes both */
-#pragma GCC unroll 4
+  floats sum[QUANTIZED_ROWS][QUANTIZED_BLOCKS];
+  floats offsets[QUANTIZED_ROWS][QUANTIZED_BLOCKS]; /* with 8 bits, `sum` takes both */
+#pragma GCC unroll 8
   for (int m = 0; m < rows; m++)
 #pragma GCC unroll 4
     for (int b = 0; b < blocks; b++) sum[m][b] = offsets[m][b] = zeros();
@@ -62,46 +66,47 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
     const int half = (int)(g % together);
     const uint8_t *range = at + 32 * half, *body = at + 64 + size * half;
     const long ahead = ahead_of(start + next - body - size, (blocks - 1) * next);
-    units low[4][QUANTIZED_BLOCKS], high[4][QUANTIZED_BLOCKS];
-#pragma GCC unroll 4
+    units total[QUANTIZED_ROWS][QUANTIZED_BLOCKS], dots[QUANTIZED_ROWS][QUANTIZED_BLOCKS][2];
+#pragma GCC unroll 8
     for (int m = 0; m < rows; m++)
 #pragma GCC unroll 4
-      for (int b = 0; b < blocks; b++) low[m][b] = high[m][b] = no_units();
-    for (long k = 0, line = 0; line < size; k += 32 / bits, line += 64) {
-      const int8_t *here = x + g * p->group + k;
+      for (int b = 0; b < blocks; b++)
+        total[m][b] = bits == 8 && BYTE_OFFSET ? splat_unit(p->inputs.starts + (row + m) * p->groups + g) : no_units();
+    const int8_t *here = x + g * p->group;
+    for (long stop = part; stop <= size; stop += part) {
+#pragma GCC unroll 8
+      for (int m = 0; m < rows; m++)
 #pragma GCC unroll 4
-      for (int b = 0; b < blocks; b++) {
-        const units numbers = load_units(body + b * next + line);
-        __builtin_prefetch(body + b * next + line + ahead);
-        if (bits == 2) {
-#pragma GCC unroll 2
-          for (int i = 0; i < 4; i += 2)
+        for (int b = 0; b < blocks; b++) {
+          dots[m][b][0] = opened_dots(total[m][b]);
+          dots[m][b][1] = no_units();
+        }
+      for (long line = stop - part; line < stop; line += 64, here += 32 / bits)
 #pragma GCC unroll 4
+        for (int b = 0; b < blocks; b++) {
+          const units numbers = load_units(body + b * next + line);
+          __builtin_prefetch(body + b * next + line + ahead);
+#pragma GCC unroll 4
+          for (int i = 0; i < 8 / bits; i++) {
+            const units weights = quantized_unit(numbers, bits, i);
+#pragma GCC unroll 8
             for (int m = 0; m < rows; m++) {
-              low[m][b] = add_dot(low[m][b], quarters(numbers, i), splat_unit(here + m * places + 4 * i));
-              if (one_sum)
-                low[m][b] = add_dot(low[m][b], quarters(numbers, i + 1), splat_unit(here + m * places + 4 * i + 4));
+              const units input = splat_unit(here + m * places + 4 * i);
+              if (bits == 8)
+                total[m][b] = add_byte_dot(total[m][b], weights, input);
               else
-                high[m][b] = add_dot(high[m][b], quarters(numbers, i + 1), splat_unit(here + m * places + 4 * i + 4));
+                dots[m][b][i % chains] = add_dot(dots[m][b][i % chains], weights, input);
             }
-          continue;
+          }
         }
-        if (bits == 8 && ONE_SUM) {
+      if (bits < 8)
+#pragma GCC unroll 8
+        for (int m = 0; m < rows; m++)
 #pragma GCC unroll 4
-          for (int m = 0; m < rows; m++)
-            low[m][b] = add_byte_dot(low[m][b], numbers, splat_unit(here + m * places));
-          continue;
-        }
-        const units lower = lower_halves(numbers), upper = upper_halves(numbers);
-#pragma GCC unroll 4
-        for (int m = 0; m < rows; m++) {
-          low[m][b] = add_dot(low[m][b], lower, splat_unit(here + m * places));
-          if (one_sum)
-            low[m][b] = add_dot(low[m][b], upper, splat_unit(here + m * places + 4));
-          else
-            high[m][b] = add_dot(high[m][b], upper, splat_unit(here + m * places + (bits == 4 ? 4 : 0)));
-        }
-      }
+          for (int b = 0; b < blocks; b++) {
+            total[m][b] = closed_dots(total[m][b], dots[m][b][0]);
+            if (chains > 1) total[m][b] = add_units(total[m][b], dots[m][b][1]);
+          }
     }
 #pragma GCC unroll 4
     for (int b = 0; b < blocks; b++) {
@@ -110,13 +115,11 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
       const floats offset = bits < 8 ? load_signed_bytes((const int8_t *)of_block + LANES)
                                       : load_bfloat16((const bfloat16 *)of_block + LANES);
       __builtin_prefetch(of_block + ahead);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int m = 0; m < rows; m++) {
         const long number = (row + m) * p->groups + g;
-        const floats whole =
-            from_units(add_units(low[m][b], bits < 8 ? high[m][b] : shifted_up(high[m][b], 4)));
         floats *to = bits < 8 ? &offsets[m][b] : &sum[m][b];
-        sum[m][b] = multiply_add(mul(whole, scale), splat(p->inputs.scales[number]), sum[m][b]);
+        sum[m][b] = multiply_add(mul(from_units(total[m][b]), scale), splat(p->inputs.scales[number]), sum[m][b]);
         *to = multiply_add(offset, splat(p->inputs.sums[number]), *to);
       }
     }
@@ -125,7 +128,7 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
 #pragma GCC unroll 4
   for (int b = 0; b < blocks; b++) {
     const float *steps = (const float *)(start + b * next);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int m = 0; m < rows; m++) {
       floats made = sum[m][b];
       if (bits < 8)
@@ -140,38 +143,30 @@ typedef void (*NAME(quantized_fn))(const NAME(quantized_product) *, long, long);
   static void NAME(quantized_##m##_##blocks##_##bits)(const NAME(quantized_product) * p, long row, long block) {    \
     NAME(quantized_tile)(p, row, block, m, blocks, bits);                                                           \
   }
-#ifdef WITH_AVX512
-#define WIDEST(bits) TILE(1, 4, bits)
-#define FOUR(bits) NAME(quantized_1_4_##bits)
-#else
-#define WIDEST(bits)
-#define FOUR(bits) 0
-#endif
-#define TILES(bits) TILE(1, 1, bits) TILE(2, 1, bits) TILE(3, 1, bits) TILE(4, 1, bits) TILE(1, 2, bits) WIDEST(bits)
-TILES(2) TILES(4) TILES(8)
-/* By bits; of one block by rows from 1, then of one row of two and of four blocks. */
-#define OF(bits)                                                                                             \
-  {NAME(quantized_1_1_##bits), NAME(quantized_2_1_##bits), NAME(quantized_3_1_##bits), NAME(quantized_4_1_##bits), \
-   NAME(quantized_1_2_##bits), FOUR(bits)}
-static const NAME(quantized_fn) NAME(quantized_tiles)[3][6] = {OF(2), OF(4), OF(8)};
-#undef OF
-#undef TILES
-#undef FOUR
-#undef WIDEST
+QUANTIZED_TILES(TILE, 2) QUANTIZED_TILES(TILE, 4) QUANTIZED_TILES(TILE, 8)
 #undef TILE
+#define NAMED(m, blocks, bits) [bits / 4][m][blocks] = NAME(quantized_##m##_##blocks##_##bits),
+static const NAME(quantized_fn) NAME(quantized_tiles)[3][QUANTIZED_ROWS + 1][QUANTIZED_BLOCKS + 1] = {
+    QUANTIZED_TILES(NAMED, 2) QUANTIZED_TILES(NAMED, 4) QUANTIZED_TILES(NAMED, 8)};
+#undef NAMED
 
 static void NAME(share_quantized)(void *given) {
   const NAME(quantized_product) *p = given;
-  const NAME(quantized_fn) *tiles = NAME(quantized_tiles)[p->bits / 4]; /* of 2, 4 and 8 bits */
+  const NAME(quantized_fn)(*tiles)[QUANTIZED_BLOCKS + 1] = NAME(quantized_tiles)[p->bits / 4]; /* of 2, 4 and 8 bits */
+  const long count = (p->rows + QUANTIZED_ROWS - 1) / QUANTIZED_ROWS;
   long at = thread_number(), block, stop;
   while (next_share(p->shared, &at, &block, &stop)) {
     if (p->rows == 1) {
       if (QUANTIZED_BLOCKS == 4)
-        for (; block + 4 <= stop; block += 4) tiles[5](p, 0, block);
-      for (; block + 2 <= stop; block += 2) tiles[4](p, 0, block);
+        for (; block + 4 <= stop; block += 4) tiles[1][QUANTIZED_BLOCKS](p, 0, block);
+      for (; block + 2 <= stop; block += 2) tiles[1][2](p, 0, block);
     }
     for (; block < stop; block++)
-      for (long row = 0; row < p->rows; row += 4) tiles[p->rows - row < 4 ? p->rows - row - 1 : 3](p, row, block);
+      for (long t = 0, row = 0; t < count; t++) {
+        const long end = p->rows * (t + 1) / count;
+        tiles[end - row][1](p, row, block);
+        row = end;
+      }
   }
 }
 
