@@ -20,8 +20,8 @@ from draftproof.grammar import Grammars
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import TableModel, engine_distribution, total_variation
 from draftproof.tree import TokenTree
-from support.distributions import checks_off
 from support.small_drafters import DRAFTERS, PAIRS, model
+from type_checks import checks_off
 
 llguidance = pytest.importorskip("llguidance", reason="the extra serve is not installed")
 VOCAB, END = ("a", "b", "ab", "#"), 3

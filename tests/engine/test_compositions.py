@@ -18,7 +18,8 @@ from draftproof.rng import CounterRoundRng
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import TableModel, assert_lossless, exact_distribution, target_distribution, total_variation
-from support.distributions import checks_off, joint_distance
+from support.distributions import joint_distance
+from type_checks import checks_off
 
 ALL = list(compositions())
 RULES = [name for name in VERIFIERS if name not in LOSSY]
