@@ -15,7 +15,7 @@ import typing
 import beartype
 import jaxtyping
 
-FIRST = 8  # checked calls of a function in a test; later ones whose number is a power of two
+FIRST = 4  # checked calls of a function in a test; later ones whose number is a power of two
 MOST_CLOSURES = 3  # checked closures of one inner function in a test: each has to be compiled again
 _jaxtyped = jaxtyping.jaxtyped
 _CHECK = beartype.beartype(conf=beartype.BeartypeConf(violation_type=jaxtyping.TypeCheckError))
