@@ -352,7 +352,7 @@ def composition(one):
     return pytest.param(one, id=name, marks=[pytest.mark.slow] * (not often))
 
 
-@pytest.mark.parametrize("one", map(composition, COMPOSED))
+@pytest.mark.parametrize("one", [composition(made) for made in COMPOSED])
 def test_nothing_is_left_of_requests_in_any_composition(one):
     made = toy_engine(one.drafter, one.stopper, one.rule, CounterRoundRng)
     made.max_batch = 2
