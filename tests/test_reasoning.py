@@ -18,10 +18,10 @@ from draftproof.integrations.rollout import Rollouts
 from draftproof.reasoning import Reasoning, ReasoningConstraint, ReasoningMarkers, reasoning_after, reasoning_markers
 from draftproof.sampling import Constraint
 from draftproof.testing import EnumeratedNoise, TableModel, exact_distribution, total_variation
-from support.distributions import checks_off
 from support.reasoning_models import MARKERS as IDS
 from support.reasoning_models import OPENED, QWEN, thinking_engine
 from support.small_drafters import DRAFTERS, PAIRS, VOCAB, model
+from type_checks import checks_off
 
 WORD, BEGIN, STOP, END = 0, 1, 2, 3  # the vocabulary of the toys
 MARKERS = ReasoningMarkers(BEGIN, STOP)

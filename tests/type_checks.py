@@ -1,20 +1,24 @@
-"""Checks of shapes and types: every function of the package, in its first calls of each test.
+"""Checks of shapes and types: every function of the package, in the first calls of each test and some later ones.
 
 Long tests repeat the same calls thousands of times, and checks took two thirds of their time. A check is compiled at
-the first call that needs it, so that importing the package stays fast.
+the first call that needs it, so that importing the package stays fast. Beartype checks arguments and results around the
+call; jaxtyping compares sizes between them where some have shapes, since its own decorator takes four times as long.
 """
 
 import contextlib
 import dataclasses
 import functools
 import inspect
+import types
+import typing
 
 import beartype
 import jaxtyping
 
-MOST = 30  # checked calls of a function in a test
+FIRST = 4  # checked calls of a function in a test; later ones whose number is a power of two
 MOST_CLOSURES = 3  # checked closures of one inner function in a test: each has to be compiled again
-_compiled = jaxtyping.jaxtyped
+_jaxtyped = jaxtyping.jaxtyped
+_CHECK = beartype.beartype(conf=beartype.BeartypeConf(violation_type=jaxtyping.TypeCheckError))
 _test = 0
 _off = False
 _made = {}  # inner functions, by their code: test and number of closures that were made
@@ -33,23 +37,23 @@ def start():
 
 
 @contextlib.contextmanager
-def off():
-    """No check of types, for tests of what a caller without checks gets."""
+def checks_off(*, now=True):
+    """No checks within this, for tests of what a caller without checks gets, and for what repeats the same calls."""
     global _off  # noqa: PLW0603
-    _off = True
+    before, _off = _off, now or _off
     try:
         yield
     finally:
-        _off = False
+        _off = before
 
 
-def limited(function=None, *, typechecker=beartype.beartype):
-    """jaxtyping's decorator, for the first `MOST` calls of a function in each test; later ones go to it directly."""
+def limited(function=None, *, typechecker=None):
+    """jaxtyping's decorator, for some calls of a function in each test; all others go to it directly."""
     if function is None:
-        return functools.partial(limited, typechecker=typechecker)
+        return limited
     if inspect.isclass(function):
         if dataclasses.is_dataclass(function) and "__init__" in vars(function):
-            function.__init__ = limited(function.__init__, typechecker=typechecker)
+            function.__init__ = limited(function.__init__)
         return function
     if "<locals>" in function.__qualname__ and not _few_closures(function.__code__):
         return function
@@ -60,14 +64,52 @@ def limited(function=None, *, typechecker=beartype.beartype):
         nonlocal checked, test, calls
         if test != _test:
             test, calls = _test, 0
-        if _off or calls >= MOST:
-            return function(*args, **kwargs)
         calls += 1
+        if _off or (calls > FIRST and calls & (calls - 1)):
+            return function(*args, **kwargs)
         if checked is None:
-            checked = _compiled(function, typechecker=typechecker)
+            checked = _compiled(function)
         return checked(*args, **kwargs)
 
     return call
+
+
+def _compiled(function):
+    """A function with checks."""
+    if inspect.isgeneratorfunction(function):
+        return _jaxtyped(function, typechecker=_CHECK)
+    hints = {name: _resolved(hint, function.__globals__) for name, hint in function.__annotations__.items()}
+    parts = function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    copied = functools.update_wrapper(types.FunctionType(function.__code__, *parts), function)
+    del copied.__wrapped__
+    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__annotations__ = hints
+    checked = _CHECK(copied)
+    if not any(map(_has_shapes, hints.values())):
+        return checked
+
+    def comparing(*args, **kwargs):
+        with _jaxtyped("context"):
+            return checked(*args, **kwargs)
+
+    return comparing
+
+
+def _resolved(hint, names):
+    """What a hint stands for; anything, where it names what only a type checker sees."""
+    try:
+        holder = types.SimpleNamespace(__annotations__={"hint": hint})
+        return typing.get_type_hints(holder, names, include_extras=True)["hint"]
+    except Exception:  # noqa: BLE001 - names that are unknown at run time, in many ways
+        return typing.Any
+
+
+def _has_shapes(hint):
+    if isinstance(hint, list):  # the arguments of a Callable
+        return any(map(_has_shapes, hint))
+    if inspect.isclass(hint) and issubclass(hint, jaxtyping.AbstractArray):
+        return True
+    return any(map(_has_shapes, typing.get_args(hint)))
 
 
 def _few_closures(code):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import jaxtyping
 import pytest
 import torch
 import transformers
@@ -31,6 +30,7 @@ from draftproof.cli import app
 from draftproof.engine.registry import LOSSY, VERIFIERS
 from draftproof.functional import block_verify, spectr_verify, token_verify
 from draftproof.testing import total_variation
+from type_checks import checks_off
 
 FEW = ("trap", "zeros", "disjoint", "one-hot p")
 RULES = '''
@@ -112,10 +112,8 @@ def few_pairs(monkeypatch):
 @pytest.fixture
 def unchecked():
     """No shape checks: they take five times as long as the rest."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
+    with checks_off():
+        yield
 
 
 @pytest.fixture

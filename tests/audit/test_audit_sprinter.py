@@ -12,7 +12,7 @@ from draftproof.cli import audit as cli
 from draftproof.sampling import SamplingParams
 from draftproof.testing import TableModel
 from draftproof.training.features import ModelPair
-from support.distributions import checks_off
+from type_checks import checks_off
 
 
 @pytest.fixture(autouse=True)

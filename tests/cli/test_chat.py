@@ -1,7 +1,6 @@
 """`draftproof chat`: one message without a terminal, a conversation on one, and what is shown of it."""
 
 import json
-import os
 import re
 import signal
 import sys
@@ -21,12 +20,12 @@ from draftproof.cli._conversation import Answered, Conversation, Notice
 from draftproof.draft import Origin
 from draftproof.engine.request import Chunk
 from draftproof.errors import UserError
-from support.commands import call
+from support.commands import call, environment
 from support.reasoning_models import OPENED, thinking_engine
 from support.serving import CHAT, STORY, small_engine
 from support.terminal import Terminal
 
-ENV = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
+QUIET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
 MAIN = [sys.executable, "-c", "from draftproof.cli import main; main()"]
 
 
@@ -215,7 +214,7 @@ def test_a_conversation_on_a_terminal(template, tmp_path):
     args = ["chat", "Hello", "--chat-template", template, "--seed", "1", "--max-tokens", "8", "--show-drafts"]
     args += ["--target", "embedded:stories", "--drafter", "ngram:4"]
     file = tmp_path / "talk.json"
-    with Terminal([*MAIN, *args], ENV) as terminal:
+    with Terminal([*MAIN, *args], environment(**QUIET)) as terminal:
         terminal.until("/help lists the commands")
         terminal.until("prompt tokens reused")
         terminal.until(">>>")

@@ -23,8 +23,9 @@ from draftproof.testing import TableModel, engine_distribution, target_distribut
 from draftproof.theory.cost import RoundCosts
 from draftproof.tree import TokenTree
 from support.changing_costs import changing, source
-from support.distributions import checks_off, joint_distance
+from support.distributions import joint_distance
 from support.helpers import backend
+from type_checks import checks_off
 
 LEARN = LearnedCosts.learn  # before tests/conftest.py replaces it
 

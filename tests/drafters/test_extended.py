@@ -15,7 +15,7 @@ from draftproof.engine.registry import find_drafter, why_not
 from draftproof.sampling import SamplingParams as Params
 from draftproof.testing import engine_distribution, target_distribution, total_variation
 from draftproof.tree import TokenTree
-from support.distributions import checks_off
+from type_checks import checks_off
 
 REPEATING = "Tim had a red ball. Tim had a big dog. Tim had a red ball. Tim had a big dog. Tim had a red ball."
 

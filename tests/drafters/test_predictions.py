@@ -18,7 +18,7 @@ from draftproof.engine.registry import make_verifier
 from draftproof.testing import TableModel, engine_distribution, exact_distribution, target_distribution, total_variation
 from support.changing_costs import changing
 from support.commands import call
-from support.distributions import checks_off
+from type_checks import checks_off
 
 
 def after(text, answer, most=3, longest=4):

@@ -1,6 +1,7 @@
 """The house keeps its order: imports point one way and form no cycle, the file tree is true, importing is light."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -67,7 +68,9 @@ def imported(path):
             yield from (alias.name for alias in node.names if alias.name.startswith("draftproof."))
 
 
-IMPORTS = {name: {each for each in imported(path) if each in MODULES} for name, path in MODULES.items()}
+@functools.cache
+def imports():
+    return {name: {each for each in imported(path) if each in MODULES} for name, path in MODULES.items()}
 
 
 def test_floors_list_what_exists():
@@ -77,7 +80,7 @@ def test_floors_list_what_exists():
 @for_each(MODULES)
 def test_imports_point_one_way(name):
     mine = FLOOR[name.split(".")[1]]
-    above = [each for each in IMPORTS[name] if FLOOR[each.split(".")[1]] > mine]
+    above = [each for each in imports()[name] if FLOOR[each.split(".")[1]] > mine]
     assert not above, f"{name} imports from above: {above}"
 
 
@@ -93,14 +96,14 @@ def test_rooms_of_backends_import_from_below():
     above = [
         f"{name} imports {each}"
         for name in modules
-        for each in IMPORTS[name]
+        for each in imports()[name]
         if each.startswith("draftproof.backends.") and ROOM.get(room(each), 0) > ROOM.get(room(name), len(ROOMS))
     ]
     assert not above, above
 
 
 def test_no_import_cycle():
-    left = dict(IMPORTS)
+    left = dict(imports())
     while free := [name for name, needs in left.items() if not needs & left.keys()]:
         for name in free:
             del left[name]

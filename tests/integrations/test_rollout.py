@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 
-import type_checks
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
@@ -17,8 +16,8 @@ from draftproof.embedded import target_dir
 from draftproof.engine.registry import make_verifier
 from draftproof.integrations.rollout import Rollouts
 from draftproof.testing import exact_distribution, total_variation
-from support.distributions import checks_off
 from support.helpers import CONFIGS, random_model, tiny_llama, tokenizer
+from type_checks import checks_off
 
 PROMPTS = [[5, 6, 7, 5, 6], [9, 8]]
 
@@ -215,7 +214,7 @@ def test_weights_that_do_not_fit_change_nothing():
             "state dict": [1, 2],
         }
         for words, wrong in cases.items():
-            with pytest.raises(UserError, match=words), type_checks.off():
+            with pytest.raises(UserError, match=words), checks_off():
                 engine.update_weights(wrong)
         assert outputs(engine) == before
     request = engine.add(PROMPTS[0])[0]

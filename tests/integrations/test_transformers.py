@@ -29,8 +29,8 @@ from draftproof.integrations.generation_config import INERT, MAPPED, REFUSED
 from draftproof.integrations.processors import Processors, as_params
 from draftproof.integrations.transformers import forget, speculative
 from draftproof.testing import exact_distribution, total_variation
-from support.distributions import checks_off
 from support.helpers import CONFIGS, ROPE, VOCAB, random_model, tokenizer
+from type_checks import checks_off
 
 EOS = 5
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "transformers.md"

@@ -3,8 +3,6 @@
 import gc
 import json
 import logging
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +20,7 @@ from draftproof.finish import overlap
 from draftproof.server.api.token_text import TokenText
 from draftproof.server.run import use_template
 from draftproof.server.schemas import ChatBody, CompletionBody
-from support.raw_http import Slow, connected, raw
+from support.raw_http import Slow, address, connected, raw, serve
 from support.serving import STORY, error_of, post, running, small_engine, until
 
 
@@ -307,8 +305,6 @@ def end(self):
 
 from draftproof.server.worker import EngineWorker
 EngineWorker._admit = end
-from draftproof.cli import main
-main()
 """
 
 
@@ -316,10 +312,8 @@ main()
 @pytest.mark.parametrize("error", ["ZeroDivisionError", "SystemExit"])
 def test_a_server_whose_engine_died_ends_with_an_error(error):
     """So that a supervisor starts it again."""
-    command = [sys.executable, "-c", DIES.format(error=error), "serve", "--port", "0", "--target", "embedded:target"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    line = next(line for line in process.stderr if "serving" in line)
-    assert post(line.split()[-1].removesuffix("/v1")).status_code == 503
+    process = serve("--target", "embedded:target", before=DIES.format(error=error))
+    assert post(address(process)).status_code == 503
     _, log = process.communicate(timeout=60)
     assert process.returncode == 1
     assert log.splitlines()[-1].startswith("draftproof: error: the engine's thread ended")

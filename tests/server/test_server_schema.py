@@ -42,7 +42,7 @@ def test_all_operations_are_described(served):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_answers_are_as_described(served, name):
     operations, server = served
-    sent = schema_checks.check(operations[name], 80)
+    sent = schema_checks.check(operations[name], 50)
     assert 200 in sent or name == "GET /v1/models/{name}"
     until(lambda: not server.worker._open)
     assert server.worker.ready

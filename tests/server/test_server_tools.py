@@ -247,16 +247,20 @@ def with_template(template, **settings):
 FUNCTIONS = tuple(Function.model_validate(tool["function"]) for tool in TOOLS)
 
 
+@pytest.fixture(scope="module")
+def looking_up():
+    return Engine.load("embedded:stories", drafter="suffix")
+
+
 @pytest.mark.parametrize("name", DIALECTS)
 @pytest.mark.parametrize("must", [True, False])
-def test_each_format_makes_and_reads_its_calls(name, must):
+def test_each_format_makes_and_reads_its_calls(name, must, looking_up):
     """Answers of the engine by the format's grammar, read in pieces of every size."""
     made = DIALECTS[name]
     tools = ToolSet(made, FUNCTIONS, must=must, several=made.parallel, specials={})
-    engine = Engine.load("embedded:stories", drafter="suffix")
-    bias = None if must else dict.fromkeys(engine.prompts.plain(made.marker or "{"), 50)
+    bias = None if must else dict.fromkeys(looking_up.prompts.plain(made.marker or "{"), 50)
     params = SamplingParams(grammar=f"lark:{tools.grammar(None)}", max_tokens=150, logit_bias=bias, seed=3, n=4)
-    outputs = engine.generate("The weather", params)
+    outputs = looking_up.generate("The weather", params)
     for output in outputs:
         reader = ToolReader(tools)
         text, parts = reader.read(output.text, last=True)

@@ -395,11 +395,17 @@ STARTS = [
     for pair in RATES
     for kept in KEPT
 ]
+#: One row beside no load and several beside some by default, the other two among slow tests.
+PLACES = [
+    pytest.param(1, False, id="1-quiet"),
+    pytest.param(4, True, id="4-busy"),
+    pytest.param(1, True, id="1-busy", marks=pytest.mark.slow),
+    pytest.param(4, False, id="4-quiet", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize("load", [False, True], ids=["quiet", "busy"])
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("rows", "load"), PLACES)
 @pytest.mark.parametrize(("rate", "draft", "kept"), STARTS)
 def test_the_speed_comes_near_that_of_the_best_fixed_length(rate, draft, rows, load, kept):
     world = World(rate, draft, rows=rows, load=load, seed=1)

@@ -1,8 +1,15 @@
-"""Calls of the command line in this process, as tests make them."""
+"""Calls of the command line in this process, as tests make them, and what processes of their own are given."""
+
+import os
 
 from typer.testing import CliRunner
 
 from draftproof.cli import app
+
+
+def environment(**more):
+    """What users start a process with: a model that was checked by an earlier one needs no transformers."""
+    return os.environ | {"DRAFTPROOF_CHECKED": "1"} | more
 
 
 def call(*words, code=0):

@@ -5,11 +5,9 @@ The enumeration is that of `draftproof.audit.distributions`, which `tests/audit`
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import defaultdict
 
-import jaxtyping
 import torch
 
 from draftproof.audit import distributions as enumeration
@@ -18,6 +16,7 @@ from draftproof.functional import Tries, greedy
 from draftproof.rng import CounterRoundRng
 from draftproof.testing import EnumeratedNoise, exact_distribution, target_distribution, total_variation
 from draftproof.tree import TokenTree
+from type_checks import checks_off
 
 KINDS = ("dense", "sparse", "peaked", "ties", "onehot", "equal", "near", "disjoint")
 
@@ -32,23 +31,12 @@ def walk(program, rows):
 
     def once(rng):
         nonlocal checked
-        with checks_off(off=checked):
+        with checks_off(now=checked):
             outcome = program(rng)
         checked = True
         return outcome
 
     return enumeration.walk(once, rows)
-
-
-@contextlib.contextmanager
-def checks_off(*, off=True):
-    """Switch the checks of shapes and types off."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", off or before)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", before)
 
 
 def joint_distance(make, prompts, params):

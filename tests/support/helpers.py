@@ -15,7 +15,7 @@ from draftproof.embedded import draft_dir, target_dir
 from draftproof.engine.registry import make_verifier
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import engine_distribution, total_variation
-from support.distributions import checks_off
+from type_checks import checks_off
 
 VOCAB = 97
 # Weights large enough that a wrong mask or position changes the logits visibly; untrained models are nearly uniform.

@@ -1,13 +1,14 @@
 """Raw connections to a server, and an engine that is slow."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+
+from support.commands import environment
 
 
 class Slow:
@@ -62,11 +63,12 @@ def held(connection):
 KEY, OTHER = "sk-0123456789abcdef", "sk-fedcba9876543210"
 
 
-def serve(*options, **environment):
-    command = [sys.executable, "-c", "from draftproof.cli import main; main()", "serve", "--port", "0", *options]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment
-    )
+def serve(*options, before="", **variables):
+    """A server in a process of its own, which may run some code before."""
+    code = f"{before}\nfrom draftproof.cli import main; main()"
+    command = [sys.executable, "-c", code, "serve", "--port", "0", *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment(**variables), **pipes)
 
 
 def address(process):

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import httpx
 
+from support.commands import environment
+
 TEMPLATE = "{% if tools %}<tool_call>{% endif %}{% for m in messages %}{{ m.content }} {% endfor %}"
 DESCRIPTORS = 1024  # the usual limit of a process
 
@@ -41,7 +43,8 @@ class ServedProcess:
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(DESCRIPTORS, hard), hard))
 
         with log.open("ab") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=file, preexec_fn=limited)  # noqa: PLW1509
+            pipes = {"stdout": file, "stderr": file, "env": environment()}
+            self.process = subprocess.Popen(command, preexec_fn=limited, **pipes)  # noqa: PLW1509
         end = time.monotonic() + 300
         while not (found := re.search(r"serving \S+ at (http://\S+)/v1", self.log())):
             assert self.returncode is None, self.log()

@@ -289,7 +289,7 @@ def mixed(seed):
     return [replace(kind, seed=seed + number) for number, kind in enumerate(KINDS)]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 @pytest.mark.parametrize(
     ("drafter", "stopper"),
     [(name, stopper) for name in SINGLE_CHAINS for stopper in ([""] if name in UNSTOPPED else STOPPERS)],

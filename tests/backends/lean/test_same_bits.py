@@ -113,8 +113,17 @@ PROMPTS = [[1, 2, 3], [4, 4, 4, 4, 9, 4, 4], [11] * 20, [(5 * i) % 97 for i in r
 
 
 @pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("level", "dtype"),
+    [
+        pytest.param(level, dtype, marks=[pytest.mark.slow] * (place > 0 and dtype == torch.bfloat16))
+        for place, level in enumerate(dict.fromkeys((*LEVELS[:1], *LEVELS[-1:])))
+        for dtype in DTYPES
+    ],
+    indirect=True,
+)
 def test_texts_and_log_probabilities_are_the_same_alone_in_a_batch_and_with_drafts(name, dtype):
-    """By rule gumbel, whose texts do not depend on drafts."""
+    """By rule gumbel, whose texts do not depend on drafts; that logits do not, is tested for both levels above."""
     params = SamplingParams(seed=5, max_tokens=12, ignore_eos=True, logprobs=2)
 
     def answers(drafter, batch):

@@ -322,19 +322,19 @@ FAMILIES = {
 }
 
 
+def in_kinds(family):
+    """A family with the ways to draft; of those beside Llama's, most are slow, since products know no family."""
+    often = [(4, 1, torch.bfloat16), (4, 3, torch.bfloat16)]
+    often += [] if family in NATIVE else [(4, 1, torch.float32), (8, 1, torch.bfloat16)]
+    for kind in itertools.product((4, 8), (1, 3), (torch.float32, torch.bfloat16)):
+        if kind[:2] != (8, 3):
+            yield pytest.param(family, *kind, marks=[pytest.mark.slow] * (kind not in often))
+
+
 @needs_native
 @pytest.mark.parametrize(
-    ("bits", "chains", "dtype"),
-    [
-        (4, 1, torch.float32),
-        (4, 1, torch.bfloat16),
-        (8, 1, torch.bfloat16),
-        (4, 3, torch.bfloat16),
-        pytest.param(8, 1, torch.float32, marks=pytest.mark.slow),
-        pytest.param(4, 3, torch.float32, marks=pytest.mark.slow),
-    ],
+    ("family", "bits", "chains", "dtype"), [each for family in FAMILIES for each in in_kinds(family)]
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_output_is_the_targets(family, bits, chains, dtype):
     """Prompts of uneven lengths in one batch, one of them past every window."""
     target = LeanBackend(random_model(FAMILIES[family]()).to(dtype), name=family)
