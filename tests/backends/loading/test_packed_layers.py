@@ -34,8 +34,10 @@ def loaded(folder, **changes):
     return load(str(folder), LoadOptions(dtype="float32", **changes)).backend
 
 
-@pytest.mark.parametrize(("method", "most"), [("nf4-nested", 2e-5), ("w8a8", 0.03), ("gptq", 0.03)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "method", "most"),
+    [*((family, "nf4-nested", 2e-5) for family in FAMILIES), ("hf", "w8a8", 0.03), ("hf", "gptq", 0.03)],
+)
 def test_logits_and_texts(family, method, most, tmp_path):
     model = checkpoint(tmp_path, method, 64, config=FAMILIES[family]())
     if method == "w8a8":
