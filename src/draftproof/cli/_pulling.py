@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from draftproof import models
 from draftproof.cli._terminal import note
-from draftproof.errors import UserError, reason
 
 if TYPE_CHECKING:
     from draftproof.models.download import Progress, Report
@@ -17,6 +15,8 @@ if TYPE_CHECKING:
 
 def obtain(*names: str | None, quiet: bool = False) -> None:
     """Pull those registered models among `names` that are not on this machine."""
+    from draftproof import models
+
     missing = [name for name in names if name in models.REGISTRY and not models.pulled(name)]
     if not missing:
         return
@@ -27,6 +27,9 @@ def obtain(*names: str | None, quiet: bool = False) -> None:
 
 def first_target(*, quiet: bool = False) -> str:
     """The target of `generate` where none is named: a registered model, or the embedded one where it cannot be had."""
+    from draftproof import models
+    from draftproof.errors import UserError, reason
+
     try:
         obtain(models.FIRST_TARGET, quiet=quiet)
     except UserError as cause:

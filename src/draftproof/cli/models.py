@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from draftproof import models
 from draftproof.cli._libraries import quiet_libraries
 from draftproof.cli._pulling import obtain, shown_pull
 from draftproof.cli._terminal import note
@@ -32,6 +31,8 @@ def list_models(
     as_json: Json = False,
 ) -> None:
     """Show the models that have names, and which of them are on this machine."""
+    from draftproof import models
+
     if found:
         _print_found(as_json=as_json)
         return
@@ -48,6 +49,8 @@ def list_models(
 @app.command()
 def pull(name: Name, *, as_json: Json = False) -> None:
     """Fetch and convert a model, unless it is here already, and print its directory."""
+    from draftproof import models
+
     with quiet_libraries(), shown_pull() as (report, progress):
         where = models.pull(name, report=report, progress=progress)
     _print_place(name, str(where), as_json=as_json)
@@ -56,6 +59,8 @@ def pull(name: Name, *, as_json: Json = False) -> None:
 @app.command()
 def path(name: Name, *, as_json: Json = False) -> None:
     """Print the directory of a model that is on this machine."""
+    from draftproof import models
+
     if name not in models.EMBEDDED and name not in models.REGISTRY:
         raise UserError(f"no model {name!r}: expected one of {', '.join([*models.EMBEDDED, *models.REGISTRY])}")
     _print_place(name, models.resolve(name), as_json=as_json)
@@ -109,6 +114,7 @@ def derive(
     as_json: Json = False,
 ) -> None:
     """Write a shallower copy of a Llama-shaped model: a draft model with the same tokens."""
+    from draftproof import models
     from draftproof.models.layers import parse_layers, truncated_copy
 
     layers = parse_layers(keep_layers)
