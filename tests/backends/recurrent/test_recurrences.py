@@ -243,8 +243,11 @@ def test_convolutions_are_sums_in_one_order(name, kind):
         state, parts = torch.zeros(2, 37, 4), []
         for start, stop in ((0, 1), (1, 6), (6, 9)):
             parts.append(Convolution(made.own, states=True)(x[:, :, start:stop], state, weight, None, "silu"))
+        before = () if name == ALL else (torch.zeros(2, 37, 4).double(),)
+        double = made(x.double(), *before, weight.double(), None, "silu")
     assert torch.equal(torch.cat(parts, -1), whole)
     assert torch.equal(state, x[:, :, -4:])
+    assert 0 < float((double - whole).abs().max()) < 1e-5, "numbers of 64 bits are left to transformers"
 
 
 def test_functions_of_few_numbers_are_those_of_many():

@@ -521,7 +521,8 @@ class _Filling:
 
         mlp = SimpleNamespace(gate=linear("gate_inp"), experts=gated("exps"))
         if experts.weighed:
-            mlp.shared_expert, mlp.shared_expert_gate = gated("shexp"), linear("gate_inp_shexp")
+            mlp.shared_expert = gated("shexp")
+            mlp.shared_expert_gate = linear("gate_inp_shexp")
         traits = replace(LLAMA, experts=replace(experts, shared=experts.weighed))
         return StoredMixture(Mixture(mlp, traits, torch.empty(0, dtype=self._dtype)))
 

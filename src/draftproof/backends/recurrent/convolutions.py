@@ -44,11 +44,8 @@ class Convolution:
 
     def __call__(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         """The outputs [rows, channels, tokens]."""
-        if (
-            x.device.type != "cpu"
-            or torch.is_grad_enabled()
-            or any(isinstance(each, Tensor) for each in options.values())
-        ):
+        others = any(isinstance(each, Tensor) for each in options.values())  # as bounds of packed sequences
+        if x.device.type != "cpu" or x.dtype == torch.float64 or torch.is_grad_enabled() or others:
             return self.own(x, *args, **options)
         state, *rest = args if self.states else (None, *args)
         return self._convolved(x, state, *rest, **options)
