@@ -23,7 +23,7 @@ from pathlib import Path
 _TRACEME, _PEEKUSER, _STEP, _RIP = 0, 3, 9, 128  # of ptrace; RIP's place in `struct user`
 _LINE = re.compile(r"^\s*([0-9a-f]+):\s+((?:\{\w+\} )?\S+)\s*([^#<]*)")
 _MULTIPLIES = ("vpmaddubsw", "vpmaddwd", "vpdpbusd", "vdpbf16ps", "vfmadd231ps")
-_REGISTERS = 15  # written in turn, so that no instruction waits for another
+_REGISTERS, _REPEATS = 15, 8  # registers are written in turn, so that no instruction waits for another
 _TURNS, _SECONDS = 40, 0.001
 
 
@@ -34,7 +34,7 @@ class Instruction:
     Attributes:
         multiply: the name of one that multiplies, which those of the same speed share; None for others.
         vector: whether vectors are computed: neither moved, loaded nor stored.
-        loads: whether memory is read or fetched ahead.
+        loads: whether a vector, or a number for all its lanes, is read from memory.
         wide: whether registers have 512 bits.
     """
 
@@ -53,7 +53,7 @@ def _read(name: str, operands: str) -> Instruction:
     return Instruction(
         multiply=alike if alike in _MULTIPLIES else None,
         vector=name.startswith("v") and not moves,
-        loads=memory and not stores,
+        loads=memory and not stores and name.startswith("v"),
         wide="%zmm" in operands,
     )
 
@@ -120,7 +120,7 @@ _TEXTS = {
 def seconds(kind: str, *, wide: bool) -> float:
     """Processor time of one instruction of a kind, where many follow one another: the best of several turns."""
     names = {"r": "%zmm" if wide else "%ymm", "vex": "" if wide else "{vex} "}
-    lines = (_TEXTS[kind].format(n=n, **names) for n in range(_REGISTERS))
+    lines = [_TEXTS[kind].format(n=n, **names) for n in range(_REGISTERS)] * _REPEATS
     source = "\n".join([".globl run", "run: vzeroall", "1:", *lines, "dec %rdi", "jnz 1b", "vzeroall", "ret", _END])
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.so"
@@ -128,7 +128,7 @@ def seconds(kind: str, *, wide: bool) -> float:
         subprocess.run(command, input=source, text=True, check=True)
         run = ctypes.CDLL(str(out)).run
     run.argtypes = [ctypes.c_long]
-    return best(lambda: run(1000)) / (1000 * _REGISTERS)
+    return best(lambda: run(1000)) / (1000 * len(lines))
 
 
 def best(call: Callable[[], object], turns: int = _TURNS) -> float:
