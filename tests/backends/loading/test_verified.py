@@ -25,6 +25,7 @@ from draftproof.backends.loading.fast_tokenizer import Description, FastTokenize
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.embedded import stories_target_dir, target_dir
 from draftproof.tree import TokenTree
+from support.helpers import CONFIGS
 from support.lean_models import VARIANTS, lively_model
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -70,8 +71,13 @@ def records(folder):
     return sorted(path for path in folder.glob("*.json") if ".tokenizer" not in path.name)
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "auto") for name in VARIANTS),
+        *(pytest.param(name, "bfloat16", marks=[pytest.mark.slow] * (name not in CONFIGS)) for name in VARIANTS),
+    ],
+)
 def test_the_second_start_has_the_same_bits_without_transformers(name, dtype, tmp_path):
     model = tmp_path / "model"
     lively_model(VARIANTS[name]()).save_pretrained(model, max_shard_size="40KB" if name == "qwen2" else "1GB")
