@@ -507,7 +507,7 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
                       const int blocks, const ggml_form f) {
   const long next = ggml_block_size(f, ins), pieces = next / ggml_piece_size(f), groups = x->padded / GGML_GROUP;
   const long halves = f.group < GGML_GROUP ? 2 : 1;
-  const int offset = f.bits == 8 ? f.offset - BYTE_OFFSET : f.offset;
+  const int offset = f.bits < 8 ? f.offset : f.offset - (f.is_whole ? WHOLE_BYTE_OFFSET : BYTE_OFFSET);
   floats sum[8][4];
 #pragma GCC unroll 8
   for (int m = 0; m < rows; m++)
@@ -567,7 +567,8 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
           for (int m = 0; m < rows; m++) {
             const units input = splat_unit(inputs[m] + 4 * t);
             if (f.bits == 8) {
-              total[m][b] = add_byte_dot(total[m][b], weights, input);
+              total[m][b] = f.is_whole ? add_whole_byte_dot(total[m][b], weights, input) /* inputs of a row may be -128 */
+                                       : add_byte_dot(total[m][b], weights, input);
               continue;
             }
             dots[m][b] = add_dot(dots[m][b], weights, input);

@@ -482,12 +482,13 @@ INLINE units add_halves(units sum, units halves) {
   return sum;
 }
 #endif
-/* sum + the products of four bytes of w, less BYTE_OFFSET, and four signed bytes of x above -128. */
+/* sum + the products of four bytes of w, less BYTE_OFFSET, and four signed bytes of x above -128; or less WHOLE_BYTE_OFFSET, and
+   any bytes of x. */
 #if defined(__AVXVNNI__) || !(defined(WITH_AVX2) || defined(WITH_NEON))
-enum { BYTE_OFFSET = 0 };
+enum { BYTE_OFFSET = 0, WHOLE_BYTE_OFFSET = 0 };
 INLINE units add_byte_dot(units sum, units w, units x) { return add_dot(sum, w, x); }
 #elif defined(WITH_AVX2) /* the size of w and x with the sign of w: two products fit into 16 bits */
-enum { BYTE_OFFSET = 128 };
+enum { BYTE_OFFSET = 128, WHOLE_BYTE_OFFSET = 0 };
 INLINE units add_byte_dot(units sum, units w, units x) {
   EACH_PART {
     const __m256i number = (__m256i)(w.p[i] ^ 0x80808080u), turned = _mm256_sign_epi8((__m256i)x.p[i], number);
@@ -497,18 +498,33 @@ INLINE units add_byte_dot(units sum, units w, units x) {
   return sum;
 }
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
-enum { BYTE_OFFSET = 0 };
+enum { BYTE_OFFSET = 0, WHOLE_BYTE_OFFSET = 0 };
 INLINE units add_byte_dot(units sum, units w, units x) {
   EACH_PART sum.p[i] = (bits_part)vusdotq_s32((int32x4_t)sum.p[i], (uint8x16_t)w.p[i], (int8x16_t)x.p[i]);
   return sum;
 }
 #else
-enum { BYTE_OFFSET = 128 };
+enum { BYTE_OFFSET = 128, WHOLE_BYTE_OFFSET = 128 };
 INLINE units add_byte_dot(units sum, units w, units x) {
   EACH_PART w.p[i] ^= 0x80808080u;
   return add_signed_dot(sum, w, x);
 }
 #endif
+INLINE units add_whole_byte_dot(units sum, units w, units x) {
+#ifdef WITH_HALVES
+  EACH_PART {
+    const __m256i lower = _mm256_set1_epi8(15), number = (__m256i)w.p[i], input = (__m256i)x.p[i];
+    const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256(number, lower), input);
+    const __m256i high = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi32(number, 4), lower), input);
+    sum.p[i] += (bits_part)_mm256_madd_epi16(low, _mm256_set1_epi16(1));
+    sum.p[i] += (bits_part)_mm256_madd_epi16(high, _mm256_set1_epi16(16));
+    ADDED_NOW(sum.p[i]);
+  }
+  return sum;
+#else
+  return add_byte_dot(sum, w, x);
+#endif
+}
 #ifdef WITH_BYTE_DOTS
 /* sum + the products of four signed bytes of keys, as `key_bytes` makes them, and of x; and KEY_OFFSET times the bytes of x. */
 #ifdef WITH_NEON
