@@ -157,8 +157,8 @@ class NativeStep:
         hidden, steps, keys, queries = token
         made, end = _scanned(hidden, steps, A[..., 0, 0], keys, queries, skip, bias, state, softplus=dt_softplus)
         state.copy_(end)
-        out = made[:, 0]
-        return (out if z is None else out * F.silu(z.float())).to(x.dtype)
+        out = made[:, 0].to(x.dtype)
+        return out if z is None else out * F.silu(z)
 
 
 def _drawn() -> tuple[Tensor, ...]:
