@@ -201,8 +201,8 @@ def main() -> None:
             common.say(options, *counts[-1])
     heads = ["level", "form", *map(str, ROWS[:-1])]
     lines = [
-        f"One thread, processor time, the best of {options.turns} turns; rows of bfloat16. `keys:16` and `keys:8` are",
-        f"attention with {QUERIES} query heads for a key head of {HEAD} numbers, by tokens.",
+        f"One thread, processor time, the best of {options.turns} turns; rows of bfloat16. `keys:16` is",
+        f"attention over keys and values of 16 bits with {QUERIES} query heads for a key head of {HEAD} numbers, by tokens.",
         "",
         f"## Weights in half of the second cache ({second_cache() >> 10} KiB): GB/s by rows",
         "",
@@ -216,7 +216,7 @@ def main() -> None:
         "",
         "## Instructions for 256 products: those that multiply, on vectors, that read memory, all",
         "",
-        *table(["level", "form", *(f"{rows} rows" for rows in COUNTS)], counts),
+        *table(["level", "form", *(f"rows: {rows}" for rows in COUNTS)], counts),
     ]
     common.deliver(options, Results("Levels of processors by form of weights", lines, {"levels": raw}, facts))
 
