@@ -202,7 +202,8 @@ def main() -> None:
     heads = ["level", "form", *map(str, ROWS[:-1])]
     lines = [
         f"One thread, processor time, the best of {options.turns} turns; rows of bfloat16. `keys:16` is",
-        f"attention over keys and values of 16 bits with {QUERIES} query heads for a key head of {HEAD} numbers, by tokens.",
+        f"attention over keys and values of 16 bits with {QUERIES} query heads for a key head of {HEAD} numbers,",
+        "by tokens.",
         "",
         f"## Weights in half of the second cache ({second_cache() >> 10} KiB): GB/s by rows",
         "",
