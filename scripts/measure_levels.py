@@ -68,8 +68,9 @@ def product(loaded: ctypes.CDLL, form: str, outs: int, ins: int, rows: int) -> C
     """A product of some rows of bfloat16 with a weight of a form."""
     x, y = torch.randn(rows, ins).bfloat16(), torch.empty(rows, outs, dtype=torch.bfloat16)
     weight: Interleaved | Quantized | GGMLWeight
+    memory, more = 0, tuple[int, ...]()
     if form == "bfloat16":
-        run, memory, more = loaded.draftproof_product_bfloat16, None, ()
+        run = loaded.draftproof_product_bfloat16
         blocks = numbers(*Interleaved.shape(outs, ins, 2)[:3], 4)
         weight = Interleaved(blocks.view(torch.bfloat16), outs, ins)
     elif form.startswith("quantized"):
@@ -83,10 +84,10 @@ def product(loaded: ctypes.CDLL, form: str, outs: int, ins: int, rows: int) -> C
         weight = Quantized(blocks, outs, ins, bits, group)
     else:
         kind = next(number for number, each in TYPES.items() if each.name == form)
-        run, memory, more = loaded.draftproof_ggml_product_bfloat16, ggml_inputs_size(rows, ins), ()
+        run, memory = loaded.draftproof_ggml_product_bfloat16, ggml_inputs_size(rows, ins)
         blocks = numbers(*repacked_shape(outs, ins, kind))
         weight = GGMLWeight((Segment(blocks, outs, kind),), ins)
-    work = () if memory is None else (torch.empty(memory, dtype=torch.uint8),)
+    work = (torch.empty(memory, dtype=torch.uint8),) if memory else ()
 
     def call() -> None:
         places = (each.data_ptr() for each in work)
@@ -107,9 +108,9 @@ def attention(loaded: ctypes.CDLL, form: str, context: int, heads: int, tokens: 
         keys, values = (torch.randn(shape).bfloat16() for _ in range(2))
     given = torch.randn(tokens, QUERIES * heads + 2 * heads, HEAD).bfloat16()
     fused, out = given.clone(), torch.empty(tokens, QUERIES * heads * HEAD, dtype=torch.bfloat16)
-    angles = [torch.ones(tokens, 1, HEAD, dtype=torch.bfloat16) for _ in range(2)]
+    cos, sin = (torch.ones(tokens, 1, HEAD, dtype=torch.bfloat16) for _ in range(2))
     mask = PassMask([(0, context, tokens)], [range(context + 1, context + 1 + tokens)], None)
-    made = AttentionArguments.of(*angles, shape, mask, heads=QUERIES * heads, scale=HEAD**-0.5)
+    made = AttentionArguments.of(cos, sin, shape, mask, heads=QUERIES * heads, scale=HEAD**-0.5)
     made.fused, made.out = fused.data_ptr(), out.data_ptr()
     made.keys, made.values = keys.data_ptr(), values.data_ptr()
     made.scales = None if scales is None else scales.data_ptr()
@@ -119,7 +120,7 @@ def attention(loaded: ctypes.CDLL, form: str, context: int, heads: int, tokens: 
         loaded.draftproof_attend_bfloat16(ctypes.addressof(made), 1)
 
     size = 2 * heads * context * HEAD
-    kept = mask, *angles, keys, values, scales, out
+    kept = mask, cos, sin, keys, values, scales, out
     return Case(call, size * keys.element_size(), size * QUERIES * tokens, kept)
 
 
@@ -200,8 +201,9 @@ def main() -> None:
             common.say(options, *counts[-1])
     heads = ["level", "form", *map(str, ROWS[:-1])]
     lines = [
-        f"One thread, processor time, the best of {options.turns} turns; rows of bfloat16. `keys:16` and `keys:8` are",
-        f"attention with {QUERIES} query heads for a key head of {HEAD} numbers, by tokens.",
+        f"One thread, processor time, the best of {options.turns} turns; rows of bfloat16. `keys:16` is",
+        f"attention over keys and values of 16 bits with {QUERIES} query heads for a key head of {HEAD} numbers,",
+        "by tokens.",
         "",
         f"## Weights in half of the second cache ({second_cache() >> 10} KiB): GB/s by rows",
         "",
@@ -215,7 +217,7 @@ def main() -> None:
         "",
         "## Instructions for 256 products: those that multiply, on vectors, that read memory, all",
         "",
-        *table(["level", "form", *(f"{rows} rows" for rows in COUNTS)], counts),
+        *table(["level", "form", *(f"rows: {rows}" for rows in COUNTS)], counts),
     ]
     common.deliver(options, Results("Levels of processors by form of weights", lines, {"levels": raw}, facts))
 
