@@ -178,12 +178,6 @@ class Function(Body):
     strict: bool = True
 
 
-class FreeFunction(Function):
-    """A function whose one argument is a text that fits a grammar; only custom tools become one."""
-
-    lark: str
-
-
 class Tool(Body):
     """A tool that the model may call."""
 

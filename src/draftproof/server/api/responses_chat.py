@@ -15,7 +15,6 @@ from draftproof.server.schemas import (
     CalledFunction,
     ChatBody,
     CommonFields,
-    FreeFunction,
     Function,
     Message,
     SchemaFormat,
@@ -26,6 +25,12 @@ from draftproof.server.schemas import (
 
 FREE = "input"  # name of the argument that holds the text of a custom tool
 _log = logging.getLogger(__name__)
+
+
+class FreeFunction(Function):
+    """A function whose one argument is a text that fits a grammar; only custom tools become one."""
+
+    lark: str
 
 
 def chat_of(body: schemas.ResponsesBody) -> ChatBody:
