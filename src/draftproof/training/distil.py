@@ -58,7 +58,7 @@ def bits_per_byte(model: nn.Module, windows: Int[Tensor, "rows length"], size: i
 
 @torch.no_grad()
 def agreement(
-    target: nn.Module, draft: nn.Module, windows: Int[Tensor, "rows length"], *, skip: int = 0
+    target: nn.Module, draft: nn.Module, windows: Int[Tensor, "rows length"], *, skip: int = 0, at_once: int = _AT_ONCE
 ) -> dict[str, float]:
     """Agreement of a draft with a target at temperature 1, over the positions of windows, where -1 is padding.
 
@@ -69,7 +69,7 @@ def agreement(
         often both models have the same most likely token.
     """
     total, top, count = 0.0, 0, 0
-    for part in torch.split(windows, _AT_ONCE):
+    for part in torch.split(windows, at_once):
         ids, there = part[:, :-1].clamp(min=0), part[:, 1:] >= 0
         there[:, : max(skip - 1, 0)] = False
         p, q = (logits_of(model, ids, low=False)[there].softmax(-1) for model in (target, draft))
