@@ -161,6 +161,13 @@ def test_names_of_test_files_are_unique():
     assert sorted(names) == sorted(set(names))
 
 
+def test_the_root_has_no_built_files():
+    """A library whose place was a level of a processor was once added with everything else."""
+    program = (b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe")
+    built = [path.name for path in ROOT.iterdir() if path.is_file() and path.read_bytes().startswith(program)]
+    assert not built
+
+
 def test_the_file_tree_is_true():
     command = [sys.executable, str(ROOT / "scripts" / "architecture.py"), "--check"]
     found = subprocess.run(command, check=False)
