@@ -178,7 +178,7 @@ class Access:
             nonlocal complete
             if complete:
                 return await receive()
-            with anyio.move_on_at(end):
+            with anyio.CancelScope(deadline=end):
                 message = await receive()
                 complete = not message.get("more_body", False)
                 return message
