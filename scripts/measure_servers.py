@@ -3,14 +3,13 @@
     python scripts/measure_servers.py OTHER MODEL [DTYPE] [--draft FILE] [--guidellm PROGRAM] [OPTION ...]
 
 OTHER is the Python of an environment of its own, with vLLM, or the folder of another checkout of this repository, or
-llama.cpp for a MODEL that is a .gguf file: a folder with the package xllamacpp (`pip install --target`), or a
-llama-server. MODEL is a directory, file
-or name that both can read; options are those of `draftproof serve`, for our servers. One of the servers at a time has
-work, in turns, for 1, 4, 8 and 16 requests at once; the other one is stopped, since one that waits may keep a processor
-busy. With --draft, which is for .gguf files, each server also has turns with this draft model. Prompts and numbers of
-tokens are the same. The load comes from this process, by streams of /v1/completions, or from guidellm (in an
-environment of its own), with its synthetic prompts; its time between tokens is the mean of a request's. Tokens a second
-are medians over the turns, times are of all turns together.
+llama.cpp for a MODEL that is a .gguf file: a folder with the package xllamacpp (`pip install --target`), or a llama-
+server. MODEL is a directory, file or name that both can read; options are those of `draftproof serve`, for our servers.
+One of the servers at a time has work, in turns, for several numbers of requests at once; the other one is stopped,
+since one that waits may keep a processor busy. With --draft, which is for .gguf files, each server also has turns with
+this draft model. Prompts and numbers of tokens are the same. The load comes from this process, by streams of
+/v1/completions, or from guidellm (in an environment of its own), with its synthetic prompts; its time between tokens is
+the mean of a request's. Tokens a second are medians over the turns, times are of all turns together.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ from draftproof.bench.engines import ENVIRONMENT
 from draftproof.provenance import run_facts
 from draftproof.results import Results, table
 
-CONCURRENCY = (1, 4, 8, 16)
-TOKENS, TURNS = 48, 3
+TOKENS = 48
 SYNTHETIC = 32  # tokens of guidellm's prompts
 START = 240  # seconds that a server may take until it is ready
 TOPICS = ("a dog", "the sea", "an old clock", "bread", "a long road", "two friends", "snow", "a red kite")
@@ -192,13 +190,13 @@ class Server(NamedTuple):
     environment: Mapping[str, str] | None = None
 
 
-def other_server(other: str, own: Server, model: str, dtype: str, draft: str | None) -> Server:
+def other_server(other: str, own: Server, model: str, dtype: str, draft: str | None, most: int) -> Server:
     """The server that ours is compared with."""
     folder = Path(other)
     package = (folder / "xllamacpp").is_dir()
     if package or folder.name == "llama-server":
         command = [sys.executable, str(Path(__file__).with_name("serve_llama_cpp.py")), model]
-        command += ["--slots", str(max(CONCURRENCY)), "--context", str(1024 * max(CONCURRENCY))]
+        command += ["--slots", str(most), "--context", str(1024 * most)]
         environment = {"PYTHONPATH" if package else "LLAMA_SERVER": other}
         return Server("llama.cpp", command + (["--draft", draft] if draft else []), "/health", environment)
     if folder.is_dir():
@@ -221,6 +219,8 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("dtype", nargs="?", default="bfloat16")
     parser.add_argument("--draft", metavar="FILE", help="a .gguf file that drafts, for both servers")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4, 8, 16], help="requests at once")
+    parser.add_argument("--turns", type=int, default=3, help="of each server for each number of requests")
     parser.add_argument("--guidellm", metavar="PROGRAM", help="makes the load")
     given, options = parser.parse_known_args()
     model, dtype = given.model, given.dtype
@@ -229,10 +229,11 @@ def main() -> None:
     command += ["--target", model, "--max-batch", "16", "--generation-config", "none"]
     command += [] if model.endswith(".gguf") else ["--dtype", dtype]
     ours = Server("ours", command + options, "/ready")
-    plan = [ours, other_server(given.other, ours, model, dtype, None)]
+    most = max(given.at_once)
+    plan = [ours, other_server(given.other, ours, model, dtype, None, most)]
     if given.draft:
         drafted = Server("ours, draft", [*ours.command, "--draft", given.draft], "/ready")
-        other = other_server(given.other, ours, model, dtype, given.draft)
+        other = other_server(given.other, ours, model, dtype, given.draft, most)
         plan = [drafted, *plan, other._replace(name=f"{other.name}, draft")]
     servers, ports = dict[str, subprocess.Popen[bytes]](), {each.name: free_port() for each in plan}
     facts, found = run_facts(), dict[str, dict[str, Any]]()
@@ -242,9 +243,9 @@ def main() -> None:
             servers[each.name] = started(each.command, ports[each.name], each.ready, each.environment)
             own_load(ports[each.name], 4, 99)
             signal_all(servers[each.name], signal.SIGSTOP)
-        for concurrency in CONCURRENCY:
+        for concurrency in given.at_once:
             turns: dict[str, list[Turn]] = {name: [] for name in ports}
-            for number in range(TURNS):
+            for number in range(given.turns):
                 for name in list(ports) if number % 2 else list(ports)[::-1]:
                     signal_all(servers[name], signal.SIGCONT)
                     turns[name].append(load(ports[name], concurrency, number))
@@ -258,7 +259,7 @@ def main() -> None:
             server.wait(60)
     rows = [[count, name, *cells(made)] for count, each in found.items() for name, made in each.items()]
     about = [
-        f"{TURNS} turns for each number of requests at once, {TOKENS} tokens an answer, temperature 0, streams.",
+        f"{given.turns} turns for each number of requests at once, {TOKENS} tokens an answer, temperature 0, streams.",
         "Speeds and ratios: medians; ratios with the least and the greatest of the turns.",
         "",
     ]
