@@ -3,11 +3,11 @@
     python scripts/measure_servers.py OTHER MODEL [DTYPE] [--draft FILE] [--guidellm PROGRAM] [OPTION ...]
 
 OTHER is the Python of an environment of its own, with vLLM, or the folder of another checkout of this repository, or
-llama.cpp for a MODEL that is a .gguf file: a folder with the package xllamacpp (`pip install --target`), or a llama-
-server. MODEL is a directory, file or name that both can read; options are those of `draftproof serve`, for our servers.
-One of the servers at a time has work, in turns, for several numbers of requests at once; the other one is stopped,
-since one that waits may keep a processor busy. With --draft, which is for .gguf files, each server also has turns with
-this draft model. Prompts and numbers of tokens are the same. The load comes from this process, by streams of
+llama.cpp for a MODEL that is a .gguf file: a folder with the package xllamacpp (`pip install --target`), or a
+llama-server. MODEL is a directory, file or name that both can read; options are those of `draftproof serve`, for our
+servers. One of the servers at a time has work, in turns, for several numbers of requests at once; the other one is
+stopped, since one that waits may keep a processor busy. With --draft, which is for .gguf files, each server also has
+turns with this draft model. Prompts and numbers of tokens are the same. The load comes from this process, by streams of
 /v1/completions, or from guidellm (in an environment of its own), with its synthetic prompts; its time between tokens is
 the mean of a request's. Tokens a second are medians over the turns, times are of all turns together.
 """
