@@ -7,6 +7,7 @@ import threading
 from draftproof import SamplingParams
 from draftproof.server import worker as worker_module
 from draftproof.server.metrics import Metrics
+from draftproof.server.parse_request import ParsedRequest
 from draftproof.server.worker import EngineWorker, Job
 from support.raw_http import Slow
 from support.serving import small_engine, until
@@ -39,7 +40,8 @@ def work_for(count):
         return counting
 
     async def run():
-        jobs = [Compared([[1, 2]], SamplingParams(max_tokens=1)) for _ in range(count)]
+        asked = ParsedRequest(((1, 2),), (None,), SamplingParams(max_tokens=1))
+        jobs = [Compared(asked) for _ in range(count)]
         worker.start()
         for job in jobs:
             worker.submit(job)
