@@ -153,7 +153,9 @@ async def turn(port: int, model: str, count: int, concurrency: int, number: int)
             firsts.append(times[0])
             pauses.extend(times[1:])
 
-    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=concurrency)) as client:
+    # A server that was stopped meanwhile may close a kept connection just when it is used again.
+    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=0)
+    async with httpx.AsyncClient(timeout=600, limits=limits) as client:
         start = time.perf_counter()
         await asyncio.gather(*(one(client, place) for place in range(count)))
         seconds = time.perf_counter() - start
