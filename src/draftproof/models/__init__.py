@@ -225,7 +225,7 @@ def pull(
         source = pull(entry.source, offline=offline, report=report, progress=progress)
     else:
         _refuse_offline(name, offline)
-        refuse_without_gguf()
+        refuse_without_gguf(entry)
     _make_home()
     with files.locked(files.home() / "locks" / name, lambda: report(f"waiting for another process that pulls {name}")):
         if pulled(name):

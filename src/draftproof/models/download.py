@@ -63,15 +63,16 @@ class Packaged:
         return Path(self.member).name
 
 
-def refuse_without_gguf() -> None:
-    """Refuse to go on where the packages that read GGUF files are missing.
+def refuse_without_gguf(entry: Packaged) -> None:
+    """Refuse to go on where a package that reads GGUF files, or by which transformers converts them, is missing.
 
     Raises:
         UserError: naming the package and the command that installs it.
     """
-    for module in ("gguf", "accelerate"):
+    does = "converting" if entry.converted else "reading"
+    for module in ("gguf", "accelerate") if entry.converted else ("gguf",):
         if find_spec(module) is None:
-            raise UserError(f"converting a GGUF file needs {module}: install it with: {INSTALL_GGUF}")
+            raise UserError(f"{does} a GGUF file needs {module}: install it with: {INSTALL_GGUF}")
 
 
 def fetch(entry: Packaged, out: Path, report: Report, progress: Progress) -> None:
