@@ -99,11 +99,13 @@ class _SleepingTeam:
         parallel, meet, processors = map(openmp_function, (_ENTRIES[0], _ENTRIES[3], _PROCESSORS))
         while True:
             wanted, done = self._wanted.get()
-            if wanted:
-                parallel(ctypes.cast(meet, ctypes.c_void_p), None, processors() + 1, 0)
-            else:
-                end_team()
-            done.set()
+            try:
+                if wanted:
+                    parallel(ctypes.cast(meet, ctypes.c_void_p), None, processors() + 1, 0)
+                else:
+                    end_team()
+            finally:
+                done.set()  # a round waits for it
 
 
 @functools.cache
