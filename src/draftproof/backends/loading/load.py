@@ -110,10 +110,10 @@ class LoadedModel:
         """
         made, bits = self._as_it_is(), WEIGHTS[self._options.weights]
         if bits is not None:
+            made = made.rounded(bits)
             _log.warning(
                 "the weights of %s are rounded to %d bits: texts are those of the rounded model", self.name, bits
             )
-            made = made.rounded(bits)
         if self._options.kv_dtype == "int8":
             made.round_kv()
             _log.warning("keys and values of %s are rounded to 8 bits: texts are those of this model", self.name)
