@@ -550,11 +550,11 @@ CASES = [
     for dtype, dim, group in (
         *(
             (torch.bfloat16, dim, group)
-            for dim, group in ((8, 2), (32, 1), (64, 3), (80, 1), (96, 4), (128, 2), (256, 1))
+            for dim, group in ((8, 2), (32, 1), (64, 3), (80, 1), (96, 4), (128, 2), (512, 1))
         ),
         *(
             (torch.float32, dim, group)
-            for dim, group in ((12, 1), (16, 2), (48, 2), (64, 3), (80, 1), (128, 2), (256, 1))
+            for dim, group in ((12, 1), (16, 2), (48, 2), (64, 3), (80, 1), (128, 2), (512, 1))
         ),
     )
     for width in (1, 2, 8, 19)
@@ -578,7 +578,7 @@ def test_attention(dtype, dim, group, width, masked):
 def test_attention_over_keys_and_values_of_8_bits(masked, dtype):
     """Values beside float64; the same bits alone, token by token, in a batch, and for every number of threads."""
     threads = torch.get_num_threads()
-    for dim in (1, 5, 8, 12, 20, 31, 32, 48, 63, 64, 65, 80, 96, 100, 128, 160, 250, 256):
+    for dim in (1, 5, 8, 12, 20, 31, 32, 48, 63, 64, 65, 80, 96, 100, 128, 160, 250, 256, 512):
         group, cap = 1 + dim % 8, 1.5 * (dim % 5 == 0)
         case = RoundedCase(dim, dim=dim, group=group, width=4, masked=masked, dtype=dtype, cap=cap)
         case.fill_the_last_slot()
@@ -662,7 +662,7 @@ def test_attention_in_several_pieces(masked, dtype):
 def test_heads_of_every_size(masked, dtype):
     """Values beside float64; the same bits alone, token by token, in a batch, and for every number of threads."""
     threads = torch.get_num_threads()
-    for dim in range(1, 257):
+    for dim in (*range(1, 257), 288, 320, 500, 512):
         case = Case(dim, dim=dim, group=1 + dim % 3, width=4, masked=masked, dtype=dtype, cap=1.5 * (dim % 5 == 0))
         case.fill_the_last_slot()
         out, keys, values = case.run()
@@ -697,7 +697,7 @@ def test_numbers_behind_a_head_are_not_used(dim, dtype):
 @needs_native
 def test_larger_heads_are_torchs():
     for dtype in (torch.bfloat16, torch.float32):
-        assert [dim for dim in range(600) if OPERATIONS[dtype].attends(dim)] == list(range(1, 257))
+        assert [dim for dim in range(600) if OPERATIONS[dtype].attends(dim)] == list(range(1, 513))
 
 
 def agrees(out, expected):
@@ -1005,8 +1005,8 @@ cases = {
     "scales of keys alone": lambda: attend(keys=eight, values=eight, scales=torch.zeros(1, 1, 4, 1)),
     "scales of plain keys": lambda: attend(scales=torch.zeros(1, 2, 4, 1)),
     "keys with gaps": lambda: attend(torch.rand(1, 3, 8), angles[..., :8], (1, 1, 4, 8), keys=buffer[..., :8]),
-    "heads of size 257": lambda: attend(
-        torch.rand(1, 3, 257), *[torch.rand(1, 1, 257), (1, 1, 4, 257)], keys=torch.zeros(1, 1, 4, 257)
+    "heads of size 513": lambda: attend(
+        torch.rand(1, 3, 513), *[torch.rand(1, 1, 513), (1, 1, 4, 513)], keys=torch.zeros(1, 1, 4, 513)
     ),
 }
 for name, call in cases.items():

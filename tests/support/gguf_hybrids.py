@@ -1,4 +1,4 @@
-"""GGUF files of models with recurrent layers, as llama.cpp's converter writes them from transformers' weights."""
+"""GGUF files of models that are read by transformers' modules, as llama.cpp's converter writes them from transformers' weights."""
 
 import copy
 import math
@@ -55,6 +55,19 @@ _GRANITE = {
     "attention_multiplier": 0.015625,
     "tie_word_embeddings": True,
 }
+_GEMMA = {
+    "head_dim": 64,
+    "global_head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "vocab_size_per_layer_input": VOCAB,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "final_logit_softcapping": 30.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 50000.0},
+    },
+}
 CONFIGS = {
     "lfm2": transformers.Lfm2Config(
         **_BASE,
@@ -84,6 +97,12 @@ CONFIGS = {
     "granitehybrid": transformers.GraniteMoeHybridConfig(**_BASE, **_MAMBA, **_GRANITE, num_local_experts=0),
     "granitehybrid, experts": transformers.GraniteMoeHybridConfig(
         **{**_BASE, "intermediate_size": 256}, **_MAMBA, **_GRANITE, num_local_experts=8, num_experts_per_tok=3
+    ),
+    "gemma4": transformers.Gemma4TextConfig(
+        **_BASE, **_GEMMA, hidden_size_per_layer_input=256, num_kv_shared_layers=2, use_double_wide_mlp=True
+    ),
+    "gemma4, keys are values": transformers.Gemma4TextConfig(
+        **_BASE, **_GEMMA, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1
     ),
 }
 """Models by the name of their architecture in GGUF, and what is special."""
@@ -131,6 +150,14 @@ _NAMES = {
     "mamba.conv1d": "ssm_conv1d",
     "mamba.norm": "ssm_norm",
     "mamba.out_proj": "ssm_out",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.router": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
@@ -138,7 +165,7 @@ _NAMES = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
-_FLOATS = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d", "shortconv.conv", "ssm_norm")  # never in blocks
+_FLOATS = ("per_layer_model_proj", "ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d", "shortconv.conv", "ssm_norm")  # never in blocks
 _VALUES = {"in_proj_z": (0, 64), "in_proj_a": (0, 1), "in_proj_b": (0, 1), "A_log": (0, 1), "dt_bias": (0, 1)}
 _VALUES |= {"in_proj_qkv": (0, 64), "conv1d": (0, 64), "out_proj": (1, 64)}  # dimension of value heads, and their size
 
@@ -195,6 +222,8 @@ def _changed(stem, suffix, weight, architecture, config):
 
 def _taken_apart(stem, suffix, weight, config):
     """Tensors of a layer that are several in a file, or have another name, by name; nothing for all others."""
+    if suffix == "layer_scalar":
+        return {"layer_output_scale.weight": weight}
     if suffix in _SPECIAL:
         return {_SPECIAL[suffix]: weight if suffix == "dt_bias" or stem == "linear_attn" else weight.unsqueeze(-1)}
     if stem.endswith("in_proj_qkvz"):
@@ -220,6 +249,8 @@ def tensors_of(model, architecture):
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     between = "ffn_norm" if architecture == "granitehybrid" else "post_attention_norm"
     names = {**_NAMES, "post_attention_layernorm": between}
+    if architecture == "gemma4":
+        found["rope_freqs.weight"] = torch.tensor([1.0] * 16 + [1e30] * 48)
     for name, own in model.state_dict().items():
         if name == "lm_head.weight" and tied:
             continue
@@ -247,11 +278,13 @@ def metadata_of(config, architecture):
         "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count_kv": _BASE["num_key_value_heads"],
         "attention.layer_norm_rms_epsilon": 1e-5,
         "rope.freq_base": 50000.0,
         "vocab_size": config.vocab_size,
     }
+    if architecture == "gemma4":
+        return made | _of_gemma(config)
     kinds = config.layer_types if architecture in ("lfm2", "granitehybrid") else []
     if kinds:
         made["attention.head_count_kv"] = [2 if kind == "full_attention" else 0 for kind in kinds]
@@ -292,6 +325,28 @@ def metadata_of(config, architecture):
     return made
 
 
+def _of_gemma(config):
+    """What a file says of Gemma 4's layers."""
+    windowed = [kind == "sliding_attention" for kind in config.layer_types]
+    layers, shared, width = config.num_hidden_layers, config.num_kv_shared_layers, config.intermediate_size
+    return {
+        "attention.key_length": 128,
+        "attention.value_length": 128,
+        "attention.key_length_swa": 64,
+        "attention.value_length_swa": 64,
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": windowed,
+        "attention.shared_kv_layers": shared,
+        "attention.head_count_kv": [2 if each else 1 for each in windowed] if config.attention_k_eq_v else 2,
+        "feed_forward_length": [width * (1 + (number >= layers - shared)) for number in range(layers)],
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "rope.freq_base_swa": 10000.0,
+        "rope.dimension_count": 128,
+        "rope.dimension_count_swa": 64,
+    }
+
+
 def tokens(count):
     """A tokenizer of bytes, and of tokens without a use, as metadata; the first ones of them."""
     from tokenizers.pre_tokenizers import ByteLevel
@@ -324,6 +379,9 @@ def hybrid_model(name, **changes):
             each.data.uniform_(-2.0, 1.0, generator=source)
         elif "norm" in part:
             each.data.add_(torch.randn(each.shape, generator=source) * 0.2)
+    for part, each in model.named_buffers():
+        if part.endswith("layer_scalar"):
+            each.uniform_(0.7, 1.3, generator=source)
     return model
 
 

@@ -26,7 +26,7 @@ from draftproof.native.structures import (
 from draftproof.native.tensors import LANES, UNITS, Interleaved, MeasuredInputs, Quantized, require, require_quantizable
 from draftproof.native.threads import attach_threads
 
-MOST_DIM, BLOCK, PIECE = 256, 512, 1 << 14  # as in native.c
+MOST_DIM, MOST_STATE, BLOCK, PIECE = 512, 256, 512, 1 << 14  # as in native.c
 MOST_EXPERTS = 1024  # as in native.c
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # of gates; the last one is gpt-oss's
 NEIGHBOURS = 64  # entries of a row of logits whose maximum is taken together
@@ -440,12 +440,12 @@ class Operations:
             unit: queries and keys are first brought to length one.
 
         Raises:
-            ValueError: an argument of another type, device or shape, or keys wider than MOST_DIM.
+            ValueError: an argument of another type, device or shape, or keys wider than MOST_STATE.
         """
         (rows, tokens, key_heads, dim), (heads, size) = keys.shape, values.shape[2:]
-        if not 1 <= dim <= MOST_DIM or not key_heads or heads % key_heads:
+        if not 1 <= dim <= MOST_STATE or not key_heads or heads % key_heads:
             raise ValueError(
-                f"expected keys of up to {MOST_DIM} numbers in heads that divide {heads}, got {keys.shape}"
+                f"expected keys of up to {MOST_STATE} numbers in heads that divide {heads}, got {keys.shape}"
             )
         of_head = (rows, tokens, heads)
         by_channel = decays.dim() == 4

@@ -32,7 +32,7 @@ IDS = [5, 9, 2, 7, 11, 3, 300, 41, 17, 8, 260, 77, 30, 31, 32]
 Q8_0, FEW = (8,), (12, 14, 8)
 
 
-FAST = ("lfm2", "qwen35", "falcon-h1, norm", "granitehybrid, experts")
+FAST = ("lfm2", "qwen35", "falcon-h1, norm", "granitehybrid, experts", "gemma4")
 CASES = [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in CONFIGS]
 
 

@@ -431,6 +431,6 @@ def test_without_native_layers_it_is_refused(monkeypatch):
 
 
 def test_heads_that_native_attention_does_not_read_are_refused():
-    target = LeanBackend(random_model(transformers.LlamaConfig(**ROPE, head_dim=258)), name="llama")
-    with pytest.raises(UserError, match=r"backend lean needs a model in .* whose heads have at most 256 numbers"):
+    target = LeanBackend(random_model(transformers.LlamaConfig(**ROPE, head_dim=514)), name="llama")
+    with pytest.raises(UserError, match=r"backend lean needs a model in .* whose heads have at most 512 numbers"):
         make_drafter("quantized:8", target=target, draft=None, stopper="fixed:4")

@@ -47,6 +47,7 @@ class HFBackend(SlotBackend):
     """
 
     kind = "hf"
+    rounds_inputs = False  # whether inputs of products are rounded to 8 bits
 
     def __init__(
         self, model: Any, *, name: str | None = None, check: bool = True, cache: SlotCache | None = None
@@ -74,7 +75,7 @@ class HFBackend(SlotBackend):
                 probe.check(self, self.model)
 
     def _probe(self) -> Probe:
-        return Probe(self.model, self.name)
+        return Probe(self.model, self.name, rounded=self.rounds_inputs)
 
     def _multiply_natively(self) -> None:
         """Read by a copy of the model that shares every weight and multiplies natively, where that is possible."""
@@ -99,7 +100,7 @@ class HFBackend(SlotBackend):
     def first_layers(self, layers: int) -> HFBackend:
         """The model's first layers on the same weights and in the same cache, checked like any model."""
         name = f"{self.name}, first {layers} layers"
-        return HFBackend(first_layers(self.model, layers, self.name), name=name, cache=self._cache)
+        return type(self)(first_layers(self.model, layers, self.name), name=name, cache=self._cache)
 
     def quantizing(self, bits: int) -> Iterator[HFBackend | None]:
         """See `SlotBackend.quantizing`; everything but linear weights is shared."""
@@ -135,7 +136,11 @@ class HFBackend(SlotBackend):
         return made
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
-        return self._call(layout, CacheView(self._cache, layout.plan, counts=self._counts), hidden=hidden)
+        return self._call(layout, self._past(layout), hidden=hidden)
+
+    def _past(self, layout: Layout) -> CacheView:
+        """What attention layers get as their cache."""
+        return CacheView(self._cache, layout.plan, counts=self._counts)
 
     def _call(self, layout: Layout, view: CacheView, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         keep = {"logits_to_keep": layout.requested} if self._keeps_rows else {}

@@ -141,7 +141,6 @@ class SnapshotBackend(HFBackend):
     """
 
     kind = "snapshot"
-    rounds_inputs = False  # whether inputs of products are rounded to 8 bits
 
     def __init__(self, model: Any, *, name: str | None = None, check: bool = True) -> None:
         self._mixers = mixers_of(model) or ()

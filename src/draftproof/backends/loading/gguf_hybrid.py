@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,15 +18,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.snapshots import SnapshotBackend
+from draftproof.backends.lean.layers import Norm, gate_of
 from draftproof.backends.lean.mixture import Mixture
 from draftproof.backends.lean.traits import LLAMA, Experts, UnreadError
-from draftproof.backends.loading.gguf_rotary import FACTORS, longest
-from draftproof.backends.loading.gguf_tensors import FileTensors, end_tokens, experts_of, named, single
+from draftproof.backends.loading.gguf_rotary import DIVIDED, FACTORS, longest
+from draftproof.backends.loading.gguf_tensors import FileTensors, end_tokens, experts_of, floats_of, named, single
 from draftproof.backends.loading.options import ACTIVATIONS
-from draftproof.backends.loading.stored_snapshots import StoredSnapshotBackend, attention_name
-from draftproof.backends.products.packed_linear import StoredProduct, dense
-from draftproof.backends.products.stored_modules import StoredEmbedding, StoredLinear
+from draftproof.backends.loading.stored_snapshots import StoredBackend, StoredSnapshotBackend, attention_name
+from draftproof.backends.products.packed_linear import StoredProduct, dense, fuse
+from draftproof.backends.products.stored_modules import NativeNorm, StoredEmbedding, StoredGates, StoredLinear
 from draftproof.backends.recurrent.delta_net import follow_evenly
 from draftproof.errors import reason
 from draftproof.models.gguf_file import GGUFFile, generation_config
@@ -55,6 +57,13 @@ class Source:
 _LAST = Source(("output_norm.weight",))
 
 
+def _delta_nets_evenly(inner: Any) -> None:
+    for layer in inner.layers:
+        for part, each in layer.named_children():
+            if part == "linear_attn":
+                follow_evenly(each)
+
+
 @dataclass(frozen=True)
 class Hybrid:
     """What metadata do not say of an architecture.
@@ -65,6 +74,10 @@ class Hybrid:
         sources: of the tensors of a layer that `_IN_LAYER` does not have or has otherwise.
         norm: name of the last norm, and what it is in the file.
         mixture: name of the layer's mixture of experts; its shared expert is part of it where it has a share.
+        beside: what modules beside the layers are in the file, by name, if the model has them.
+        backend: of a model with floats, and of one with few bits.
+        finish: changes the model within, which has its weights.
+        spare: names of tensors of layers that a file may have although nothing reads them.
     """
 
     kind: str
@@ -72,6 +85,10 @@ class Hybrid:
     sources: Callable[[Any], Mapping[str, Source | str]]
     norm: tuple[str, Source] = ("model.norm", _LAST)
     mixture: str = ""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    backend: tuple[type[HFBackend], type[HFBackend]] = (SnapshotBackend, StoredSnapshotBackend)
+    finish: Callable[[Any], None] = _delta_nets_evenly
+    spare: tuple[str, ...] = ()
 
 
 _ATTENTION = {
@@ -91,6 +108,9 @@ _SAME_INPUTS = (
     ("in_proj_qkvz", "in_proj_ba"),
 )
 """Linear layers of one module that are called with the same inputs, in this order."""
+
+
+_UNTURNED = 1e20  # divisors of frequencies from here on leave heads as they are
 
 
 def _minus_one(made: Tensor) -> Tensor:
@@ -120,8 +140,21 @@ def _rope(file: GGUFFile) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": float(of("rope.freq_base", 10000.0))}
 
 
+def _uniform(file: GGUFFile) -> dict[str, Any]:
+    """Fields of a config where layers of the same kind have the same sizes."""
+    of, fields = file.of_architecture, {"num_key_value_heads": _key_heads(file), "rope_parameters": _rope(file)}
+    if (inner := of("feed_forward_length")) is not None:
+        fields["intermediate_size"] = single(inner, "widths")
+    if (dim := of("attention.key_length")) is not None:
+        fields["head_dim"] = int(dim)
+        if of("attention.value_length", dim) != dim:
+            raise UnreadError("its values have another size than its keys")
+    return fields
+
+
 def _lfm2(file: GGUFFile) -> dict[str, Any]:
     return {
+        **_uniform(file),
         "norm_eps": float(named(file, "attention.layer_norm_rms_epsilon")),
         "conv_L_cache": int(named(file, "shortconv.l_cache")),
         "block_auto_adjust_ff_dim": False,
@@ -152,6 +185,7 @@ def _delta(file: GGUFFile) -> dict[str, Any]:
         recurrent = [(number + 1) % every for number in range(layers)]
     heads = int(named(file, "ssm.time_step_rank"))
     return {
+        **_uniform(file),
         "rms_norm_eps": float(named(file, "attention.layer_norm_rms_epsilon")),
         "layer_types": ["linear_attention" if each else "full_attention" for each in recurrent[:layers]],
         "rope_parameters": {**_rope(file), "partial_rotary_factor": int(of("rope.dimension_count", dim)) / dim},
@@ -225,6 +259,7 @@ def _mamba(file: GGUFFile) -> dict[str, Any]:
     """Of layers with Mamba 2's state space."""
     heads, inner = int(named(file, "ssm.time_step_rank")), int(named(file, "ssm.inner_size"))
     return {
+        **_uniform(file),
         "rms_norm_eps": float(named(file, "attention.layer_norm_rms_epsilon")),
         "mamba_n_heads": heads,
         "mamba_d_head": inner // heads,
@@ -302,6 +337,89 @@ def _granite_sources(config: Any) -> dict[str, Source | str]:
     }
 
 
+def _gemma4(file: GGUFFile) -> dict[str, Any]:
+    """Layers with a window have other heads than those without; the last ones read keys and values of earlier ones."""
+    of, layers = file.of_architecture, _layers(file)
+    if of("expert_count"):
+        raise UnreadError("it has experts beside its feed-forward part")
+    windowed = [bool(each) for each in named(file, "attention.sliding_window_pattern")[:layers]]
+    heads = np.broadcast_to(named(file, "attention.head_count_kv"), layers)
+    widths = np.broadcast_to(named(file, "feed_forward_length"), layers)
+    local, whole = (heads[np.asarray(windowed) == kind] for kind in (True, False))
+    dims = {end: int(named(file, f"attention.key_length{end}")) for end in ("", "_swa")}
+    if any(int(named(file, f"attention.value_length{end}")) != dim for end, dim in dims.items()):
+        raise UnreadError("its values have another size than its keys")
+    if int(of("rope.dimension_count_swa", dims["_swa"])) != dims["_swa"]:
+        raise UnreadError("its layers with a window turn a part of their heads")
+    table = file.tensors.get("per_layer_token_embd.weight")
+    return {
+        "rms_norm_eps": float(named(file, "attention.layer_norm_rms_epsilon")),
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in windowed],
+        "sliding_window": int(named(file, "attention.sliding_window")),
+        "head_dim": dims["_swa"],
+        "global_head_dim": dims[""],
+        "num_key_value_heads": single(local if len(local) else whole, "key heads"),
+        "num_global_key_value_heads": single(whole if len(whole) else local, "key heads"),
+        "attention_k_eq_v": f"blk.{windowed.index(False)}.attn_v.weight" not in file.tensors,
+        "num_kv_shared_layers": int(of("attention.shared_kv_layers", 0)),
+        "intermediate_size": int(widths[0]),
+        "use_double_wide_mlp": len(set(widths.tolist())) > 1,
+        "hidden_size_per_layer_input": int(of("embedding_length_per_layer_input", 0)),
+        "vocab_size_per_layer_input": 1 if table is None else table.shape[0],
+        "final_logit_softcapping": float(of("final_logit_softcapping", 0.0)) or None,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": float(of("rope.freq_base_swa", 10000.0))},
+            "full_attention": _proportional(file),
+        },
+    }
+
+
+def _proportional(file: GGUFFile) -> dict[str, Any]:
+    """The rotary embedding of heads of which only the first pairs are turned: the others have huge divisors."""
+    of = file.of_architecture
+    plain = DIVIDED in file.tensors and of("rope.scaling.type", "none") == "none"
+    divisors = floats_of(file, DIVIDED) if plain else torch.zeros(1)
+    turned = int((divisors == 1.0).sum())
+    if not (bool((divisors[:turned] == 1.0).all()) and bool((divisors[turned:] > _UNTURNED).all())):
+        raise UnreadError("its rotary embedding is not that of Gemma 4")
+    theta = float(of("rope.freq_base", 1000000.0))
+    return {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": turned / len(divisors)}
+
+
+def _gemma4_sources(_: Any) -> dict[str, Source | str]:
+    return {
+        **_ATTENTION,
+        **{f"mlp.{name}": place for name, place in _GATED.items()},
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+        "layer_scalar": Source(("layer_output_scale.weight",)),
+    }
+
+
+def _natively(inner: Any) -> None:
+    """Norms, gates and products of floats whose last digits do not depend on what else is in a pass."""
+    if isinstance(inner.layers[0].mlp.down_proj, nn.Linear):  # of floats: backend hf multiplies them
+        return
+    kind, dtype = type(inner.norm), inner.norm.weight.dtype
+    for module in list(inner.modules()):
+        for name, each in list(module.named_children()):
+            if isinstance(each, kind):
+                like = each.weight if each.with_scale else torch.ones(module.head_dim, dtype=dtype)
+                setattr(module, name, NativeNorm(Norm(SimpleNamespace(weight=like, eps=each.eps)), like))
+            elif isinstance(each, nn.Linear):
+                fuse(module, [name])
+    for layer in inner.layers:
+        mlp = layer.mlp
+        if mlp.gate_proj.product is mlp.up_proj.product:
+            gated = gate_of(layer.layer_scalar, "gelu_tanh", pack=True)
+            layer.mlp = StoredGates(mlp.gate_proj.product, gated, mlp.down_proj)
+
+
 _QWEN_NORM = ("model.norm", replace(_LAST, change=_minus_one))
 _HYBRIDS = {
     "lfm2": Hybrid("lfm2", _lfm2, _lfm2_sources, ("model.embedding_norm", Source(("token_embd_norm.weight",)))),
@@ -309,6 +427,19 @@ _HYBRIDS = {
     "qwen35moe": Hybrid("qwen3_5_moe_text", _delta, _qwen35_sources, _QWEN_NORM, mixture="mlp"),
     "qwen3next": Hybrid("qwen3_next", _delta, _qwen3next_sources, _QWEN_NORM, mixture="mlp"),
     "falcon-h1": Hybrid("falcon_h1", _falcon_h1, _falcon_h1_sources, ("model.final_layernorm", _LAST)),
+    "gemma4": Hybrid(
+        "gemma4_text",
+        _gemma4,
+        _gemma4_sources,
+        beside={
+            "embed_tokens_per_layer": "per_layer_token_embd",
+            "per_layer_model_projection": "per_layer_model_proj",
+            "per_layer_projection_norm": "per_layer_proj_norm",
+        },
+        backend=(HFBackend, StoredBackend),
+        finish=_natively,
+        spare=(DIVIDED, "attn_k.weight", "attn_v.weight", "attn_k_norm.weight"),
+    ),
     "granitehybrid": Hybrid("granitemoehybrid", _granite, _granite_sources, mixture="block_sparse_moe"),
 }
 HYBRIDS = tuple(_HYBRIDS)
@@ -319,7 +450,7 @@ HYBRIDS = tuple(_HYBRIDS)
 
 def read_hybrid(
     file: GGUFFile, *, name: str, dtype: torch.dtype, activations: str = ACTIVATIONS[0], check: bool = True
-) -> SnapshotBackend:
+) -> HFBackend:
     """The model in a file, with its own numbers; arguments as of `gguf_model.read_model`.
 
     Raises:
@@ -328,10 +459,11 @@ def read_hybrid(
     tensors = FileTensors(file, dtype, dense=activations == "float")
     if check:
         tensors.check()
-    model = _Filling(tensors, _HYBRIDS[file.get("general.architecture")], dtype).model
+    hybrid = _HYBRIDS[file.get("general.architecture")]
+    model = _Filling(tensors, hybrid, dtype).model
     for key, value in generation_config(file).items():
         setattr(model.generation_config, key, value)
-    made = (SnapshotBackend if tensors.bits is None else StoredSnapshotBackend)(model, name=name, check=check)
+    made = hybrid.backend[tensors.bits is not None](model, name=name, check=check)
     made.facts = replace(made.facts, bits=tensors.bits)
     return made
 
@@ -359,29 +491,20 @@ def _layers(file: GGUFFile) -> int:
 
 def _common(file: GGUFFile) -> dict[str, Any]:
     """Fields of a config that all architectures have."""
-    of, embedding = file.of_architecture, file.tensors.get("token_embd.weight")
+    embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise UnreadError("it has no token_embd.weight")
-    fields = {
+    return {
         "vocab_size": embedding.shape[0],
         "hidden_size": int(named(file, "embedding_length")),
         "num_hidden_layers": _layers(file),
         "num_attention_heads": single(named(file, "attention.head_count"), "heads"),
-        "num_key_value_heads": _key_heads(file),
         "max_position_embeddings": longest(file),
-        "rope_parameters": _rope(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": list(end_tokens(file)) or None,
         "pad_token_id": None,
     }
-    if (inner := of("feed_forward_length")) is not None:
-        fields["intermediate_size"] = single(inner, "widths")
-    if (dim := of("attention.key_length")) is not None:
-        fields["head_dim"] = int(dim)
-        if of("attention.value_length", dim) != dim:
-            raise UnreadError("its values have another size than its keys")
-    return fields
 
 
 class _Filling:
@@ -419,7 +542,8 @@ class _Filling:
         inner, (last, source) = model.model, hybrid.norm
         if inner.rotary_emb is not None:
             inner.rotary_emb = type(inner.rotary_emb)(config)
-        inner.embed_tokens = self._embedding(inner.embed_tokens)
+        inner.embed_tokens = self._embedding(inner.embed_tokens, "token_embd.weight")
+        self._beside(inner, hybrid.beside)
         self._output(tied=config.tie_word_embeddings)
         norm = model.get_submodule(last)
         norm.weight = self._parameter(source, "", norm.weight.shape)
@@ -428,20 +552,33 @@ class _Filling:
             if experts is not None:
                 setattr(layer, hybrid.mixture, self._mixture(f"blk.{number}.", experts))
             self._layer(layer, f"blk.{number}.")
-            for part, each in layer.named_children():
-                if part == "linear_attn":
-                    follow_evenly(each)
+        hybrid.finish(inner)
         beyond = tuple(f"blk.{number}." for number in range(len(inner.layers), int(named(file, "block_count"))))
-        left = sorted(each for each in self._unread if not each.startswith(beyond))
+        left = sorted(each for each in self._unread if not each.startswith(beyond) and not each.endswith(hybrid.spare))
         if left:
             raise UnreadError(f"its tensors have too much: {', '.join(left[:3])}")
 
-    def _embedding(self, module: nn.Embedding) -> nn.Module:
-        table = self._matrix("token_embd.weight")
+    def _embedding(self, module: Any, place: str) -> nn.Module:
+        table, factor = self._matrix(place), float(getattr(module, "scalar_embed_scale", 1.0))
         if isinstance(table, StoredMatrix):
-            return StoredEmbedding(table)
+            return StoredEmbedding(table, factor)
         module.weight = nn.Parameter(table, requires_grad=False)
+        if factor != 1.0:
+            module.embed_scale = torch.tensor(factor)
         return module
+
+    def _beside(self, inner: nn.Module, places: Mapping[str, str]) -> None:
+        """Fill the modules beside the layers."""
+        for name, module in list(inner.named_children()):
+            if name not in places:
+                continue
+            source = Source((f"{places[name]}.weight",))
+            if isinstance(module, nn.Embedding):
+                setattr(inner, name, self._embedding(module, *source.places))
+            elif isinstance(module, nn.Linear):
+                self._linear(inner, {name: self._loaded(name, module, source, "")})
+            else:
+                module.weight = self._parameter(source, "", module.get_parameter("weight").shape)
 
     def _output(self, *, tied: bool) -> None:
         embedding = self.model.model.embed_tokens
@@ -469,9 +606,13 @@ class _Filling:
             for name, each in list(module.named_parameters(recurse=False)):
                 module.register_parameter(name, self._parameter(self._source(stem + name), at, each.shape))
             for name, each in list(module.named_buffers(recurse=False)):
-                if name != "mup_vector":  # factors, which a file has in its weights
+                if stem + name in self._sources:
+                    made: Tensor = self._parameter(self._source(stem + name), at, each.shape)
+                elif name == "mup_vector":  # factors, which a file has in its weights
+                    made = torch.ones(each.shape, dtype=self._dtype)
+                else:
                     raise UnreadError(f"its layers have {stem}{name}")
-                module.register_buffer(name, torch.ones(each.shape, dtype=self._dtype), persistent=False)
+                module.register_buffer(name, made.detach(), persistent=False)
 
     def _source(self, name: str) -> Source:
         """What a tensor of a layer is in the file."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from draftproof.backends.lean.traits import UnreadError
 from draftproof.models.gguf_file import GGUFFile
 
-_DIVIDED, _SHORT = "rope_freqs.weight", "rope_factors_short.weight"
-FACTORS = (_DIVIDED, _SHORT, "rope_factors_long.weight")
+DIVIDED, _SHORT = "rope_freqs.weight", "rope_factors_short.weight"
+FACTORS = (DIVIDED, _SHORT, "rope_factors_long.weight")
 """Names of tensors of rotary factors."""
 
 _BETAS = (("fast", 32.0), ("slow", 1.0))  # turns in the length of the training from and up to which YaRN divides
@@ -60,8 +60,8 @@ def frequencies(keys: Keys, dim: int, floats: Callable[[str], Tensor], *, whole_
         plain, scale = _yarn(keys, plain, base, factor, whole_pairs=whole_pairs)
     elif kind != "none":
         raise UnreadError(f"its rotary embedding is {kind}")
-    if _DIVIDED in keys.tensors:
-        plain = plain / floats(_DIVIDED)[: turned // 2]
+    if DIVIDED in keys.tensors:
+        plain = plain / floats(DIVIDED)[: turned // 2]
     if scale != 1.0 and turned < dim:
         raise UnreadError("its rotary embedding turns and scales only a part of each head")
     return padded(plain, dim), scale

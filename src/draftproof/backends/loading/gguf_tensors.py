@@ -85,20 +85,27 @@ class FileTensors:
         return dense(matrix).view(entry.shape) if self._dense else matrix
 
     def floats(self, place: str) -> Tensor:
-        """A tensor of floats, in float32."""
-        entry = self.file.tensors[place]
-        if entry.type not in FLOATS:
-            raise UnreadError(f"its {place} is of ggml's type {entry.type}")
-        content = torch.frombuffer(
-            entry.map, dtype=FLOATS[entry.type], count=math.prod(entry.shape), offset=entry.offset
-        )
-        return content.to(torch.float32, copy=True).view(entry.shape)
+        """See `floats_of`."""
+        return floats_of(self.file, place)
 
     def _stored(self, entry: TensorEntry) -> StoredMatrix:
         if len(entry.shape) not in (2, 3):
             raise UnreadError(f"a tensor of {len(entry.shape)} dimensions has ggml's type {entry.type}")
         *outs, ins = entry.shape
         return StoredMatrix(entry.content, math.prod(outs), ins, entry.type, self._dtype, release=entry.release)
+
+
+def floats_of(file: GGUFFile, place: str) -> Tensor:
+    """A tensor of floats, in float32.
+
+    Raises:
+        UnreadError: it has another type.
+    """
+    entry = file.tensors[place]
+    if entry.type not in FLOATS:
+        raise UnreadError(f"its {place} is of ggml's type {entry.type}")
+    content = torch.frombuffer(entry.map, dtype=FLOATS[entry.type], count=math.prod(entry.shape), offset=entry.offset)
+    return content.to(torch.float32, copy=True).view(entry.shape)
 
 
 def end_tokens(file: GGUFFile) -> tuple[int, ...]:

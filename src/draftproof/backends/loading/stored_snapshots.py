@@ -1,4 +1,4 @@
-"""Backend snapshot for models whose weights have few bits: its attention is native, in our passes.
+"""Backends for transformers' modules whose weights have few bits: their attention is native, in our passes.
 
 Inputs of such products are rounded to 8 bits. So where attention sums in another order in another pass, a last digit
 that differs can become a difference that is seen. Native attention sums in one order.
@@ -19,18 +19,20 @@ from torch import Tensor, nn
 from draftproof import native
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_cache import CacheView, SlotCache
-from draftproof.backends.cache.windows import FULL, RECURRENT
+from draftproof.backends.cache.windows import FULL, RECURRENT, SLIDING
+from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.snapshots import SnapshotBackend
 from draftproof.backends.lean.attention import Heads, NativeAttention, Pass
 from draftproof.backends.products.stored_modules import StoredLinear
 from draftproof.backends.recurrent.states import Group, StateView
 from draftproof.errors import UserError
+from draftproof.native.structures import PassMask
 
 _NAME = "draftproof"
 
 
-class StoredSnapshotBackend(SnapshotBackend):
-    """A model with recurrent layers whose weights have few bits; its config names `attention_name()`."""
+class StoredBackend(HFBackend):
+    """A model whose weights have few bits; its config names `attention_name()`."""
 
     rounds_inputs = True
 
@@ -58,23 +60,34 @@ class StoredSnapshotBackend(SnapshotBackend):
         """
         raise UserError(f"the weights of {self.name} cannot be changed: they are the blocks of a .gguf file")
 
-    def _view(self, layout: Layout, groups: Sequence[Group]) -> StateView:
-        return _NewOnly(self._cache, layout.plan, groups)
+    def _past(self, layout: Layout) -> CacheView:
+        return _NewOnly(self._cache, layout.plan)
 
     def _call(self, layout: Layout, view: CacheView, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         with _in_pass(_Passing(layout, self._cache)):
             return super()._call(layout, view, hidden=hidden)
 
     def _masks(self, layout: Layout) -> dict[str, Tensor | None]:  # noqa: ARG002 - of HFBackend
-        return dict.fromkeys((FULL, *RECURRENT))
+        return dict.fromkeys((FULL, SLIDING, *RECURRENT))
 
 
-class _NewOnly(StateView):
-    """The states, and of keys and values only the new ones: attention writes and reads the cache by itself."""
+class StoredSnapshotBackend(StoredBackend, SnapshotBackend):
+    """The same with recurrent layers."""
+
+    def _view(self, layout: Layout, groups: Sequence[Group]) -> StateView:
+        return _NewOnlyAndStates(self._cache, layout.plan, groups)
+
+
+class _NewOnly(CacheView):
+    """Of keys and values only the new ones: attention writes and reads the cache by itself."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """The new keys and values of a layer (called by attention layers)."""
         return key_states, value_states
+
+
+class _NewOnlyAndStates(_NewOnly, StateView):
+    """The same beside states."""
 
 
 class _Passing:
@@ -88,33 +101,39 @@ class _Passing:
     def __init__(self, layout: Layout, cache: SlotCache) -> None:
         self._layout = layout
         self._cache = cache
-        self._shared: dict[tuple[int, torch.dtype], tuple[Pass, Any]] = {}
+        self._passes: dict[tuple[int, torch.dtype], Pass] = {}
+        self._masks: dict[int | None, PassMask] = {}
+        self._written: dict[int, tuple[int, Tensor]] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Float[Tensor, "rows tokens heads dim"]:
         """Write new keys and values, and attend.
 
         Args:
             layer: its number.
             query: [rows, heads, tokens, dim], as keys and values are.
-            key: of the new tokens.
+            key: of the new tokens; another layer's own where layers share them.
             value: likewise.
             scale: of scores.
-
-        Returns:
-            [rows, tokens, heads, dim].
+            window: how many tokens are seen; None for all.
         """
         rows, heads, width, dim = query.shape
         operations = native.operations_for(query)
         assert operations is not None, "the model was read by native operations"
         attention = NativeAttention(Heads(heads, key.shape[1], dim, scale), operations)
-        if (dim, query.dtype) not in self._shared:
+        if (dim, query.dtype) not in self._passes:
             angles = query.new_ones((rows * width, 1, dim)), query.new_zeros((rows * width, 1, dim))  # turned already
-            at = Pass(rows, width, *angles, self._cache, self._layout.plan)
-            self._shared[dim, query.dtype] = at, attention.mask(self._layout, None, query.dtype)
-        at, mask = self._shared[dim, query.dtype]
+            self._passes[dim, query.dtype] = Pass(rows, width, *angles, self._cache, self._layout.plan)
+        if window not in self._masks:
+            self._masks[window] = attention.mask(self._layout, window, query.dtype)
         heads_of = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
         fused = torch.cat(heads_of, 1).contiguous()
-        return attention(layer, fused, at, mask).view(rows, width, heads, dim)
+        # A layer that reads the keys of an earlier one writes them once more, in that one's place. The tensor is kept,
+        # so that no other gets its address.
+        source, _ = self._written.setdefault(id(key), (layer, key))
+        made = attention(source, fused, self._passes[dim, query.dtype], self._masks[window])
+        return made.view(rows, width, heads, dim)
 
 
 _PASS: ContextVar[_Passing | None] = ContextVar("_PASS", default=None)
@@ -144,7 +163,8 @@ def attention_name() -> str:
         if passing is None:
             made: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **options)
             return made
-        return passing.attend(module.layer_idx, query, key, value, options["scaling"]), None
+        window = options.get("sliding_window")
+        return passing.attend(module.layer_idx, query, key, value, options["scaling"], window), None
 
     ALL_ATTENTION_FUNCTIONS.register(_NAME, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

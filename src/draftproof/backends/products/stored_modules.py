@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from draftproof.backends.products.packed_linear import Part, StoredProduct, operations_for_stored
+from draftproof.backends.products.packed_linear import Part, Product, StoredProduct, operations_for_stored
 from draftproof.native.ggml import StoredMatrix
 
 
@@ -50,11 +52,13 @@ class StoredEmbedding(nn.Module):
 
     Args:
         matrix: with a row for each token.
+        factor: of the rows.
     """
 
-    def __init__(self, matrix: StoredMatrix) -> None:
+    def __init__(self, matrix: StoredMatrix, factor: float = 1.0) -> None:
         super().__init__()
         self._matrix = matrix
+        self._factor = factor
         self._operations = operations_for_stored(matrix)
 
     @property
@@ -64,4 +68,44 @@ class StoredEmbedding(nn.Module):
 
     def forward(self, ids: Int[Tensor, "*some"]) -> Float[Tensor, "*some dim"]:
         """The rows of some tokens."""
-        return self._operations.ggml_rows(self._matrix, ids)
+        rows = self._operations.ggml_rows(self._matrix, ids)
+        return rows if self._factor == 1.0 else rows.mul_(self._factor)
+
+
+class StoredGates(nn.Module):
+    """A feed-forward part with gates.
+
+    Args:
+        gate_up: the product that makes gates, and behind them what they let through.
+        gated: makes one of both.
+        down: the layer behind.
+    """
+
+    def __init__(self, gate_up: Product, gated: Callable[[Tensor], Tensor], down: nn.Module) -> None:
+        super().__init__()
+        self._gate_up = gate_up
+        self._gated = gated
+        self.down_proj = down
+
+    def forward(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
+        """What the part makes of every row."""
+        made: Tensor = self.down_proj(self._gated(self._gate_up(x)))
+        return made
+
+
+class NativeNorm(nn.Module):
+    """A norm by native operations, whose last digits do not depend on the rows of a pass.
+
+    Args:
+        norm: what computes it.
+        weight: its own.
+    """
+
+    def __init__(self, norm: Callable[[Tensor], Tensor], weight: Float[Tensor, " dim"]) -> None:
+        super().__init__()
+        self._norm = norm
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+
+    def forward(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
+        """The normed rows."""
+        return self._norm(x.contiguous())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftproof import native
-from draftproof.native.operations import MOST_DIM
+from draftproof.native.operations import MOST_STATE
 
 _REFUSALS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of functions of other kinds
 
@@ -57,7 +57,7 @@ class NativeRule:
         if (
             operations is None
             or (g.dim(), key.shape[2] != value.shape[2]) not in self.known
-            or dim > MOST_DIM
+            or dim > MOST_STATE
             or torch.is_grad_enabled()
             or any(each.dtype == torch.float64 for each in inputs)
             or any(isinstance(each, Tensor) for each in others.values())  # as bounds of packed sequences

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftproof import native
 from draftproof.backends.recurrent.even import evenly
-from draftproof.native.operations import MOST_DIM
+from draftproof.native.operations import MOST_STATE
 
 STEP = "mamba2_selective_state_update"
 """Transformers' function of one token, which changes the state that it is given."""
@@ -53,7 +53,7 @@ def _computes(*given: Any, dim: int) -> bool:
     """Whether C can stand for a call with these tensors."""
     tensors = [each for each in given if isinstance(each, Tensor)]
     known = all(each.device.type == "cpu" and each.dtype != torch.float64 for each in tensors)
-    return known and dim <= MOST_DIM and not torch.is_grad_enabled()
+    return known and dim <= MOST_STATE and not torch.is_grad_enabled()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
 #include "lanes.h"
 #include "parallel.h"
 
-enum { AHEAD = 3584, SMALL = 1 << 16, BLOCK = 512, MOST_DIM = 256, MOST_EXPERTS = 1024 };
+enum { AHEAD = 3584, SMALL = 1 << 16, BLOCK = 512, MOST_DIM = 512, MOST_STATE = 256, MOST_EXPERTS = 1024 };
 enum { SILU, GELU, CLAMPED }; /* activations of gates, as ACTIVATIONS of native/operations.py */
 
 static parallel_fn parallel = pool_parallel;

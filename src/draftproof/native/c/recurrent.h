@@ -30,8 +30,8 @@ static void scaled_to(float *into, const float *x, long dim, float factor, int u
 static void delta_channels(const delta_rule *r, long row, long head, long channel) {
   const long key_head = head / (r->heads / r->key_heads), here = r->size - channel;
   const long state = (row * r->heads + head) * r->dim * r->size + channel;
-  float key[MOST_DIM] = {0}, query[MOST_DIM] = {0}, decay[MOST_DIM] = {0};
-  floats block[MOST_DIM][CHANNELS];
+  float key[MOST_STATE] = {0}, query[MOST_STATE] = {0}, decay[MOST_STATE] = {0};
+  floats block[MOST_STATE][CHANNELS];
   for (long i = 0; i < r->dim + r->dim % 2; i++)
 #pragma GCC unroll 2
     for (int c = 0; c < CHANNELS; c++)
