@@ -1,4 +1,4 @@
-"""Models with recurrent layers in GGUF files beside llama.cpp: log-probabilities of tiny random models.
+"""Models in GGUF files that transformers' modules read beside llama.cpp: log-probabilities of tiny random models.
 
     PYTHONPATH=FOLDER python scripts/compare_hybrids.py [NAME ...]
 
@@ -28,7 +28,7 @@ from support.gguf_hybrids import CONFIGS, VOCAB, hybrid_model, write_hybrid
 
 STEPS = 12
 PROMPT = range(5, 320, 21)
-MOST = {"float32": 5e-3, "blocks": 0.5}
+MOST = {"float32": 2e-2, "blocks": 0.5}  # llama.cpp reads GELU, of Gemma 4, from a table of 16-bit floats
 KINDS: dict[str, tuple[int | None, ...]] = {"float32": (None,), "blocks": (12, 14, 8)}
 # llama.cpp returns nothing for tokens that are parts of a character
 TOKENS = {

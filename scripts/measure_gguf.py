@@ -52,7 +52,7 @@ SHAPES = {
     "7b": (28, 3584, 18944, 28, 4, 128, 0, 0),
     "30b-a3b": (8, 2048, 768, 32, 4, 128, 128, 8),  # of 48 layers
 }
-HYBRIDS = ("lfm2-1.2b", "qwen3.5-0.8b")
+HYBRIDS = ("lfm2-1.2b", "qwen3.5-0.8b", "gemma4-e2b")
 VOCAB = 151936
 ROWS, PROMPTS, TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12), (128, 896), 64
 Q5_0, Q8_0, Q4_K, Q5_K, Q6_K = 6, 8, 12, 13, 14
@@ -83,7 +83,7 @@ class Written:
         numbers: of the metadata, by key.
     """
 
-    def __init__(self, path: Path, architecture: str, vocab: int, pre: str, **numbers: float | list[int]) -> None:
+    def __init__(self, path: Path, architecture: str, vocab: int, pre: str, **numbers: Any) -> None:
         import gguf
 
         self._types = gguf.GGMLQuantizationType
@@ -101,9 +101,9 @@ class Written:
         shaped = made.reshape(*([count] if count else []), outs, -1)
         self._writer.add_tensor(f"{name}.weight", shaped, raw_dtype=self._types(kind))
 
-    def floats(self, name: str, content: Any) -> None:
-        """A tensor in float32."""
-        self._writer.add_tensor(name, np.asarray(content, np.float32))
+    def floats(self, name: str, content: Any, dtype: Any = np.float32) -> None:
+        """A tensor of floats."""
+        self._writer.add_tensor(name, np.asarray(content, dtype))
 
     def end(self) -> None:
         """Write everything."""
@@ -122,7 +122,7 @@ def more_bits(layer: int, layers: int) -> int:
 def write_lfm2(path: Path) -> None:
     """A file with the shape of LFM2-1.2B."""
     layers, width, inner, attends = 16, 2048, 8192, (2, 5, 8, 10, 12, 14)
-    numbers: dict[str, float | list[int]] = {
+    numbers: dict[str, Any] = {
         "block_count": layers,
         "context_length": 128000,
         "embedding_length": width,
@@ -160,7 +160,7 @@ def write_lfm2(path: Path) -> None:
 def write_qwen35(path: Path) -> None:
     """A file with the shape of Qwen3.5-0.8B."""
     layers, width, inner, vocab, heads, keys, dim, linear = 24, 1024, 3584, 248320, 8, 2, 256, 2048
-    numbers: dict[str, float | list[int]] = {
+    numbers: dict[str, Any] = {
         "block_count": layers,
         "context_length": 262144,
         "embedding_length": width,
@@ -210,13 +210,68 @@ def write_qwen35(path: Path) -> None:
     file.end()
 
 
+def write_gemma4(path: Path) -> None:
+    """A file with the shape of Gemma 4 E2B."""
+    layers, shared, width, inner, heads, vocab, part = 35, 20, 1536, 6144, 8, 262144, 256
+    windowed = [(layer + 1) % 5 != 0 for layer in range(layers)]
+    numbers: dict[str, Any] = {
+        "block_count": layers,
+        "context_length": 131072,
+        "embedding_length": width,
+        "feed_forward_length": [inner * (1 + (layer >= layers - shared)) for layer in range(layers)],
+        "attention.head_count": heads,
+        "attention.head_count_kv": 1,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.key_length": 512,
+        "attention.value_length": 512,
+        "attention.key_length_swa": 256,
+        "attention.value_length_swa": 256,
+        "attention.sliding_window": 512,
+        "attention.sliding_window_pattern": windowed,
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": part,
+        "final_logit_softcapping": 30.0,
+        "rope.freq_base": 1e6,
+        "rope.freq_base_swa": 1e4,
+        "rope.dimension_count": 512,
+        "rope.dimension_count_swa": 256,
+    }
+    file = Written(path, "gemma4", vocab, "qwen2", **numbers)
+    file.matrix("token_embd", vocab, width, Q6_K)
+    file.matrix("per_layer_token_embd", vocab, layers * part, Q6_K)
+    projection = np.random.default_rng(0).standard_normal((layers * part, width)) / width**0.5
+    file.floats("per_layer_model_proj.weight", projection, np.float16)
+    file.floats("per_layer_proj_norm.weight", np.ones(part))
+    file.floats("output_norm.weight", np.ones(width))
+    file.floats("rope_freqs.weight", [1.0] * 64 + [1e30] * 192)
+    for layer in range(layers):
+        at, more, dim = f"blk.{layer}.", more_bits(layer, layers), 256 if windowed[layer] else 512
+        for norm in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "post_norm"):
+            file.floats(f"{at}{norm}.weight", np.ones(width))
+        file.floats(f"{at}layer_output_scale.weight", np.ones(1))
+        file.matrix(f"{at}attn_q", heads * dim, width, Q4_K)
+        file.floats(f"{at}attn_q_norm.weight", np.ones(dim))
+        if layer < layers - shared:
+            file.matrix(f"{at}attn_k", dim, width, Q4_K)
+            file.matrix(f"{at}attn_v", dim, width, more)
+            file.floats(f"{at}attn_k_norm.weight", np.ones(dim))
+        file.matrix(f"{at}attn_output", width, heads * dim, Q4_K)
+        wide = inner * (1 + (layer >= layers - shared))
+        for name in ("gate", "up"):
+            file.matrix(f"{at}ffn_{name}", wide, width, Q4_K)
+        file.matrix(f"{at}ffn_down", width, wide, more)
+        file.matrix(f"{at}inp_gate", part, width, Q4_K)
+        file.matrix(f"{at}proj", width, part, Q4_K)
+    file.end()
+
+
 def write_shape(path: Path, name: str) -> None:
     """A file with the shape of a Qwen2.5 or Qwen3 model and the types of tensors that a Q4_K_M file of it has."""
     if name in HYBRIDS:
-        {"lfm2-1.2b": write_lfm2, "qwen3.5-0.8b": write_qwen35}[name](path)
+        {"lfm2-1.2b": write_lfm2, "qwen3.5-0.8b": write_qwen35, "gemma4-e2b": write_gemma4}[name](path)
         return
     layers, width, inner, heads, keys, dim, experts, chosen = SHAPES[name]
-    numbers: dict[str, float | list[int]] = {
+    numbers: dict[str, Any] = {
         "block_count": layers,
         "context_length": 32768,
         "embedding_length": width,

@@ -1,5 +1,6 @@
 """Tokenizers of GGUF files: as llama.cpp reads them, without transformers and as one of its own."""
 
+import json
 import re
 from itertools import pairwise
 
@@ -8,7 +9,7 @@ import pytest
 gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
 import transformers
-from tokenizers import Tokenizer, models, trainers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from draftproof.backends.loading.tokenization import load_tokenizer, read_tokenizer
@@ -62,6 +63,7 @@ def written(folder, model, tokens, kinds, *, scores=None, merges=None, pre=None,
         writer.add_token_scores(scores)
     if merges is not None:
         writer.add_token_merges(merges)
+    if pre is not None:
         writer.add_tokenizer_pre(pre)
     writer.add_unk_token_id(tokens.index("<unk>"))
     writer.add_bos_token_id(tokens.index("<s>"))
@@ -77,6 +79,22 @@ def written(folder, model, tokens, kinds, *, scores=None, merges=None, pre=None,
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def merged(folder, *, lines=True, **options):
+    """A file as Gemma 4's are: merges of characters, some of them over line ends, and tokens of bytes."""
+    trainer = trainers.BpeTrainer(vocab_size=150, show_progress=False)
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    corpus = [*CORPUS, "\n\n\n", "\n\n"] * 2
+    trained.train_from_iterator([text.replace(" ", "\u2581") for text in corpus], trainer)
+    learned = sorted(trained.get_vocab().items(), key=lambda item: item[1])
+    merges = [" ".join(pair) for pair in json.loads(trained.to_str())["model"]["merges"]]
+    merges = [merge for merge in merges if lines or "\n" not in merge]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *(token for token, _ in learned)]
+    tokens.append("<|user|>")
+    kinds = [2, 3, 3, *[6] * 256, *[1] * len(learned), 4]
+    return written(folder, "gemma4", tokens, kinds, merges=merges, prefix=False, **options)
 
 
 @pytest.fixture
@@ -130,6 +148,40 @@ def test_tokens_with_scores(prefix, bos, tmp_path):
     assert any(len(token) > 3 for token in ours.backend_tokenizer.encode(CORPUS[2]).tokens), "something was joined"
 
 
+def by_merges(text, tokens, merges):
+    """Ids by llama.cpp's rule for Gemma 4: merges by rank in lines, and in line ends unless these are a token."""
+    vocab, ranks, found = {token: number for number, token in enumerate(tokens)}, {}, []
+    for rank, merge in enumerate(merges):
+        ranks[tuple(merge.split(" ", 1))] = rank
+    for piece in re.split(r"(<s>|</s>|<unk>|<\|user\|>|\n+)", text.replace(" ", "\u2581")):
+        if piece in tokens[:3] or piece == tokens[-1] or (piece.strip("\n") == "" and piece in vocab):
+            found.append(vocab[piece])
+            continue
+        symbols = list(piece)
+        while pairs := [(ranks[pair], at) for at, pair in enumerate(pairwise(symbols)) if pair in ranks]:
+            _, at = min(pairs)
+            symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+        for symbol in symbols:
+            found += [vocab[symbol]] if symbol in vocab else [3 + byte for byte in symbol.encode()]
+    return found
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("lines", [True, False])
+def test_tokens_of_gemma_4(lines, tmp_path):
+    file = GGUFFile(merged(tmp_path, lines=lines))
+    tokens, merges = file.get("tokenizer.ggml.tokens"), file.get("tokenizer.ggml.merges")
+    assert any("\n" in merge for merge in merges) == lines
+    assert "\n\n" in tokens
+    ours = read_tokenizer(file)
+    for text in [*TEXTS, "a\n\nb\n\n\nc", "\n\n\n", "x\n \n  y"]:
+        ids = by_merges(text, tokens, merges)
+        assert ours(text, add_special_tokens=False)["input_ids"] == ids, text
+        plain = text.replace("<s>", "").replace("</s>", "")
+        assert ours.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) == plain
+    assert ours("the cat")["input_ids"][0] == 1
+
+
 @pytest.mark.usefixtures("alone")
 def test_the_chat_template_is_the_files(tmp_path):
     ours = read_tokenizer(GGUFFile(scored(tmp_path)))
@@ -158,6 +210,7 @@ WORDS = {
 }
 KINDS = {
     "scored": scored,
+    "merged": merged,
     "byte-level": lambda folder, **more: written(folder, "gpt2", **WORDS, pre="qwen2", **more),
 }
 

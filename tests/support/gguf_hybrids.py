@@ -1,4 +1,4 @@
-"""GGUF files of models that are read by transformers' modules, as llama.cpp's converter writes them from transformers' weights."""
+"""GGUF files of models that transformers' modules read, as llama.cpp's converter writes them."""
 
 import copy
 import math
@@ -165,7 +165,14 @@ _NAMES = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
-_FLOATS = ("per_layer_model_proj", "ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d", "shortconv.conv", "ssm_norm")  # never in blocks
+_FLOATS = (
+    "per_layer_model_proj",
+    "ffn_gate_inp",
+    "ffn_gate_inp_shexp",
+    "ssm_conv1d",
+    "shortconv.conv",
+    "ssm_norm",
+)  # never in blocks
 _VALUES = {"in_proj_z": (0, 64), "in_proj_a": (0, 1), "in_proj_b": (0, 1), "A_log": (0, 1), "dt_bias": (0, 1)}
 _VALUES |= {"in_proj_qkv": (0, 64), "conv1d": (0, 64), "out_proj": (1, 64)}  # dimension of value heads, and their size
 

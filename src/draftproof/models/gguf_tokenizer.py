@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: byte-level ones, and SentencePiece's with scores, as llama.cpp reads them."""
+"""Tokenizers of GGUF files: byte-level ones, SentencePiece's with scores, and Gemma 4's, as llama.cpp reads them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _SCORED = "llama"  # the model of SentencePiece's tokenizers with scores, whose words begin with _SPACE
 _SPACE = "\u2581"
+_MERGED = "gemma4"  # the model of tokenizers with merges of characters, where blanks are _SPACE
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens that are never split
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # names in chat templates and in the file
 
@@ -47,7 +48,7 @@ def read_file_tokenizer(file: GGUFFile) -> FileTokenizer | None:
     Args:
         file: opened.
     """
-    kinds = {BYTE_LEVEL: _byte_level, _SCORED: _scored}
+    kinds = {BYTE_LEVEL: _byte_level, _SCORED: _scored, _MERGED: _merged}
     make = kinds.get(file.get("tokenizer.ggml.model"))
     if make is None:
         return None
@@ -64,11 +65,30 @@ def _byte_level(file: GGUFFile) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models
 
     known = known_of(file)
-    merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")]
-    vocab = {token: number for number, token in enumerate(file.get("tokenizer.ggml.tokens"))}
-    made = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=known.whole_words))
+    made = Tokenizer(models.BPE(**_vocabulary(file), ignore_merges=known.whole_words))
     made.pre_tokenizer = pre_tokenizer(known)
     made.decoder = decoders.ByteLevel()
+    return made
+
+
+def _vocabulary(file: GGUFFile) -> dict[str, Any]:
+    merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")]
+    return {
+        "vocab": {token: number for number, token in enumerate(file.get("tokenizer.ggml.tokens"))},
+        "merges": merges,
+    }
+
+
+def _merged(file: GGUFFile) -> Tokenizer:
+    """Byte-pair encoding of characters; what is no token is bytes, and line ends that are a token together stay so."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    made = Tokenizer(models.BPE(**_vocabulary(file), byte_fallback=True))
+    made.normalizer = normalizers.Replace(" ", _SPACE)
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    made.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    lines = [token for token in file.get("tokenizer.ggml.tokens") if token and not token.strip("\n")]
+    made.add_tokens([AddedToken(each, normalized=False) for each in lines if len(made.encode(each).ids) > 1])
     return made
 
 
@@ -124,7 +144,7 @@ def _add_ends(made: Tokenizer, file: GGUFFile, roles: Mapping[str, tuple[str, in
     """Let texts begin and end with the tokens for that, where the file or else its kind of tokenizer says so."""
     from tokenizers import processors
 
-    begins = file.get("tokenizer.ggml.model") == _SCORED or known_of(file).bos
+    begins = file.get("tokenizer.ggml.model") != BYTE_LEVEL or known_of(file).bos
     first = [roles["bos"]] if file.get("tokenizer.ggml.add_bos_token", begins) and "bos" in roles else []
     last = [roles["eos"]] if file.get("tokenizer.ggml.add_eos_token", False) and "eos" in roles else []
     if first or last:

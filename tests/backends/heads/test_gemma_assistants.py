@@ -14,9 +14,12 @@ from draftproof.backends.base import Feed
 from draftproof.backends.heads.published.assistant import AssistantBackend, AssistantNet
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
+from draftproof.backends.loading.gguf_hybrid import read_hybrid
 from draftproof.engine.options import EngineOptions
 from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.models.gguf_file import GGUFFile
 from draftproof.tree import TokenTree
+from support.gguf_hybrids import hybrid_model, write_hybrid
 from support.helpers import assert_output_distribution, random_model
 from support.published import DATA as HEADS
 from support.published import mlp, tiny_target, weights, write
@@ -137,22 +140,50 @@ def tiny_gemma():
     return HFBackend(random_model(config, dtype=torch.float64), name="tiny-gemma")
 
 
-def assistant_for(folder, target, *, seed=12, kept=2):
-    """A random assistant of one layer of each kind, with a cluster for each token."""
+def assistant_for(folder, target, *, seed=12, kept=2, heads=2, dims=(8, 8)):
+    """A random assistant of one layer of each kind, whose heads have `dims` numbers, with a cluster for each token."""
     size, width, vocab, config = 8, target.capabilities.hidden, target.vocab_size, target.config.to_dict()
     shapes = {"model.embed_tokens.weight": (vocab, size), "model.norm.weight": (size,)}
     shapes |= {"pre_projection.weight": (size, 2 * width), "post_projection.weight": (width, size)}
-    for number in range(2):
-        at = f"model.layers.{number}."
-        shapes |= {f"{at}self_attn.q_proj.weight": (16, size), f"{at}self_attn.q_norm.weight": (8,)}
-        shapes |= {f"{at}self_attn.o_proj.weight": (size, 16), f"{at}layer_scalar": (1,), **mlp(at, size, 16)}
+    for number, dim in enumerate(dims):
+        at, inner = f"model.layers.{number}.", heads * dim
+        shapes |= {f"{at}self_attn.q_proj.weight": (inner, size), f"{at}self_attn.q_norm.weight": (dim,)}
+        shapes |= {f"{at}self_attn.o_proj.weight": (size, inner), f"{at}layer_scalar": (1,), **mlp(at, size, 16)}
         for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
             shapes[f"{at}{name}_layernorm.weight"] = (size,)
     shapes["masked_embedding.centroids.weight"] = (vocab, size)
-    tensors = {**weights(shapes, seed, 3.0), "masked_embedding.token_ordering": torch.tensor([2, 0, 1])}
+    tensors = {**weights(shapes, seed, 3.0), "masked_embedding.token_ordering": torch.arange(vocab).flip(0)}
     fields = {"model_type": "gemma4_assistant", "backbone_hidden_size": width, "use_ordered_embeddings": True}
     fields |= {"num_centroids": vocab, "centroid_intermediate_top_k": kept}
-    return write(folder, {**fields, "text_config": config | {"num_kv_shared_layers": 2}}, tensors)
+    config |= {"hidden_size": size, "intermediate_size": 16, "num_hidden_layers": 2, "num_kv_shared_layers": 2}
+    config |= {"layer_types": ["sliding_attention", "full_attention"], "per_layer_config": {"1": {"head_dim": dims[1]}}}
+    config |= {"hidden_size_per_layer_input": 0, "use_double_wide_mlp": False, "final_logit_softcapping": None}
+    return write(folder, {**fields, "text_config": config}, tensors)
+
+
+def test_keys_and_values_of_a_gguf_file_are_read(tmp_path):
+    """They are in the places that backend hf has for them, although native attention writes them."""
+    path = tmp_path / "x.gguf"
+    write_hybrid(path, hybrid_model("gemma4"), "gemma4", (8,))
+    few, dense = (
+        read_hybrid(GGUFFile(path), name="few", dtype=torch.float32, activations=each) for each in ("int8", "float")
+    )
+    whole = HFBackend(dense.model, name="whole")
+    folder = assistant_for(tmp_path / "assistant", whole, kept=320, heads=4, dims=(64, 128))
+    made, expected, other = (
+        rows(target, AssistantBackend(str(folder), target), length)
+        for target, length in ((dense, 9), (whole, 9), (whole, 8))
+    )
+    assert float((made - expected).norm() / expected.norm()) < 1e-3
+    assert float((other - expected).norm() / expected.norm()) > 0.1, "negative control: a token less"
+    drafter = make_drafter(f"assistant:{folder}", target=few, draft=None, stopper="fixed:3")
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_tokens=16, temperature=temperature, seed=3, ignore_eos=True)
+        plain, drafted = (
+            Engine(few, each, make_verifier("gumbel")).generate([IDS, IDS[:3]], params) for each in (None, drafter)
+        )
+        assert [out.token_ids for out in plain] == [out.token_ids for out in drafted]
+        assert all(out.stats.num_draft_tokens for out in drafted)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ class HFBackend(SlotBackend):
     """
 
     kind = "hf"
+    whole_keys = True  # whether its cache has the keys and values of all heads
     rounds_inputs = False  # whether inputs of products are rounded to 8 bits
 
     def __init__(

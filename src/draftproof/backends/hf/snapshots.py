@@ -141,6 +141,7 @@ class SnapshotBackend(HFBackend):
     """
 
     kind = "snapshot"
+    whole_keys = False  # some layers have states instead
 
     def __init__(self, model: Any, *, name: str | None = None, check: bool = True) -> None:
         self._mixers = mixers_of(model) or ()

@@ -413,6 +413,8 @@ class ParallelBackend(HFBackend):
         UserError: see HFBackend.
     """
 
+    whole_keys = False
+
     def __init__(self, model: Any, group: Group, *, name: str) -> None:
         self._group = group
         self._number = len(group.backends)

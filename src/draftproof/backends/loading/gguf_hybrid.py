@@ -1,4 +1,4 @@
-"""Models with recurrent layers in GGUF files, in the file's own numbers, on transformers' modules (backend snapshot).
+"""Models with recurrent layers, and Gemma 4, in GGUF files, in the file's own numbers on transformers' modules.
 
 A model is built without memory from the metadata. Then its matrices become products of the file's blocks, and its small
 tensors floats. What llama.cpp's converter changes in tensors is changed back: 1 is added to norms, logarithms are
@@ -442,7 +442,8 @@ _HYBRIDS = {
     ),
     "granitehybrid": Hybrid("granitemoehybrid", _granite, _granite_sources, mixture="block_sparse_moe"),
 }
-HYBRIDS = tuple(_HYBRIDS)
+HYBRIDS = {name: hybrid.backend[0].kind for name, hybrid in _HYBRIDS.items()}
+"""The backend of each architecture."""
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -562,10 +563,11 @@ class _Filling:
         table, factor = self._matrix(place), float(getattr(module, "scalar_embed_scale", 1.0))
         if isinstance(table, StoredMatrix):
             return StoredEmbedding(table, factor)
-        module.weight = nn.Parameter(table, requires_grad=False)
+        plain: nn.Embedding = module
+        plain.weight = nn.Parameter(table, requires_grad=False)
         if factor != 1.0:
             module.embed_scale = torch.tensor(factor)
-        return module
+        return plain
 
     def _beside(self, inner: nn.Module, places: Mapping[str, str]) -> None:
         """Fill the modules beside the layers."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.windows import FULL, SLIDING
-from draftproof.backends.hf.snapshots import SnapshotBackend
 from draftproof.backends.lean.backend import LeanForward
 from draftproof.backends.lean.checkpoint import Architecture
 from draftproof.backends.lean.traits import LLAMA, Traits, UnreadError
@@ -151,9 +150,9 @@ def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> SlotBacke
     Raises:
         UserError: a mixture of experts that is not known here, since transformers does not read all its metadata.
     """
-    hybrid = file.get("general.architecture") in HYBRIDS
-    read, kind = (read_hybrid, SnapshotBackend.kind) if hybrid else (read_model, LeanForward.kind)
-    dtype = options.own_dtype(torch.float32, kind)
+    kind = HYBRIDS.get(file.get("general.architecture"))
+    read = read_model if kind is None else read_hybrid
+    dtype = options.own_dtype(torch.float32, kind or LeanForward.kind)
     if dtype is None:
         return None
     try:

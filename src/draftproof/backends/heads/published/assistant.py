@@ -304,7 +304,7 @@ class AssistantBackend:
     back = 0
 
     def __init__(self, source: str, target: SlotBackend) -> None:
-        if type(target) is not HFBackend:  # its subclasses hold keys otherwise: divided, or with snapshots
+        if not (isinstance(target, HFBackend) and target.whole_keys):
             raise UserError(
                 f"the assistant {source!r} reads keys and values as backend hf holds them in one process, and "
                 f"{target.name} is on {type(target).__name__}: use a Gemma 4 target on backend hf"
