@@ -166,8 +166,8 @@ def seen_traits(model: Any) -> Traits:
     """
     if not type(model).__name__.endswith("ForCausalLM") or not is_stock(type(model)):
         raise UnreadError(f"{type(model).__name__} is not one of transformers' causal models")
-    inner = _children(model, "the model", "model", "lm_head")["model"]
-    parts = _children(inner, "its model", "embed_tokens", "layers", "norm", "rotary_emb")
+    inner = children_of(model, "the model", "model", "lm_head")["model"]
+    parts = children_of(inner, "its model", "embed_tokens", "layers", "norm", "rotary_emb")
     _require(model.lm_head, "lm_head", nn.Linear)
     layers = list(parts["layers"].children()) if isinstance(parts["layers"], nn.ModuleList) else []
     if not layers or len(layers) != model.config.num_hidden_layers:
@@ -183,7 +183,7 @@ def seen_traits(model: Any) -> Traits:
     gate_up, activation = _mlp_parts(mlp)
     whole = _check_heads(attention, qkv, turned)
     used = [inner.norm, *(getattr(first, name) for name in norms if name), *(getattr(attention, n) for n in turned)]
-    offsets = {_offset_of(norm) for norm in used}
+    offsets = {offset_of(norm) for norm in used}
     if len(offsets) > 1:
         raise UnreadError("its norms differ from one another")
     return Traits(
@@ -197,13 +197,13 @@ def seen_traits(model: Any) -> Traits:
         embedding=_embedding_factor(inner.embed_tokens),
         entering=float(getattr(inner, "embedding_multiplier", 1.0)),
         residual=float(getattr(first, "residual_multiplier", 1.0)),
-        order=_order(attention, inner.rotary_emb),
+        order=order_in_heads(attention, inner.rotary_emb),
     )
 
 
-def _children(module: Any, what: str, *names: str) -> dict[str, Any]:
+def children_of(module: Any, what: str, *names: str) -> dict[str, Any]:
     """The children of a module that count, which must have these names."""
-    found = {name: child for name, child in module.named_children() if not isinstance(child, _NOTHING)}
+    found = {name: child for name, child in module.namedchildren_of() if not isinstance(child, _NOTHING)}
     if set(found) != set(names) or module._parameters:  # noqa: SLF001 - its own, without its children's
         strange = sorted({*found, *module._parameters} ^ set(names))  # noqa: SLF001
         raise UnreadError(f"{what} has other parts than are known here ({', '.join(strange)})")
@@ -232,20 +232,20 @@ def _signature(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _layer_norms(layer: Any) -> tuple[str | None, ...]:
-    names = {name for name, child in layer.named_children() if not isinstance(child, _NOTHING)}
+    names = {name for name, child in layer.namedchildren_of() if not isinstance(child, _NOTHING)}
     for norms in _NORMS:
         if names == {"self_attn", "mlp", *filter(None, norms)}:
             _refuse_functions(layer, set())
-            _children(layer, "its layer", *names)
+            children_of(layer, "its layer", *names)
             return norms
     raise UnreadError(f"its layers have parts that are not known together here ({', '.join(sorted(names))})")
 
 
 def _attention_parts(attention: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    names = {name for name, child in attention.named_children() if not isinstance(child, _NOTHING)}
+    names = {name for name, child in attention.namedchildren_of() if not isinstance(child, _NOTHING)}
     qkv = next((each for each in _QKV if set(each) <= names), _QKV[0])
     turned = ("q_norm", "k_norm") if "q_norm" in names else ()
-    _children(attention, "its attention", *qkv, "o_proj", *turned)
+    children_of(attention, "its attention", *qkv, "o_proj", *turned)
     for name in (*qkv, "o_proj"):
         _require(getattr(attention, name), f"self_attn.{name}", nn.Linear)
     _refuse_functions(attention, _CALLED)
@@ -285,14 +285,14 @@ def _check_heads(attention: Any, qkv: tuple[str, ...], turned: tuple[str, ...]) 
 
 def _mlp_parts(mlp: Any) -> tuple[tuple[str, ...], str]:
     """Names of the gates' linear layers, and their activation."""
-    named = {name for name, child in mlp.named_children() if not isinstance(child, _NOTHING)}
+    named = {name for name, child in mlp.namedchildren_of() if not isinstance(child, _NOTHING)}
     gate_up = next((each for each in _GATE_UP if set(each) <= named), _GATE_UP[0])
     act = next((name for name in ("act_fn", "activation_fn") if hasattr(mlp, name)), "act_fn")
-    _children(mlp, "its feed-forward part", *gate_up, "down_proj", *({act} & named))
+    children_of(mlp, "its feed-forward part", *gate_up, "down_proj", *({act} & named))
     for name in (*gate_up, "down_proj"):
         _require(getattr(mlp, name), f"mlp.{name}", nn.Linear)
     _refuse_functions(mlp, set())
-    activation = _activation_of(getattr(mlp, act, None))
+    activation = activation_of(getattr(mlp, act, None))
     x = _noise((2, mlp.down_proj.out_features), mlp.down_proj.weight)
     gate, up = torch.cat([getattr(mlp, name)(x) for name in gate_up], -1).chunk(2, -1)
     if not _close(mlp(x), mlp.down_proj(ACTIVATIONS[activation](gate) * up)):
@@ -300,7 +300,12 @@ def _mlp_parts(mlp: Any) -> tuple[tuple[str, ...], str]:
     return gate_up, activation
 
 
-def _activation_of(act: Any) -> str:
+def activation_of(act: Any) -> str:
+    """The name of an activation in ACTIVATIONS.
+
+    Raises:
+        UnreadError: it is another one.
+    """
     at = torch.linspace(-6, 6, 97, dtype=torch.float64)
     for name, function in ACTIVATIONS.items():
         if callable(act) and torch.allclose(act(at), function(at), rtol=1e-6, atol=1e-9):
@@ -308,7 +313,7 @@ def _activation_of(act: Any) -> str:
     raise UnreadError(f"its activation is {type(act).__name__}, not one of {', '.join(ACTIVATIONS)}")
 
 
-def _offset_of(norm: Any) -> float:
+def offset_of(norm: Any) -> float:
     """What a norm adds to its weights; refuses one that is no root mean square norm."""
     if not is_stock(type(norm)) or set(norm._parameters) != {"weight"} or list(norm.children()):  # noqa: SLF001
         raise UnreadError(f"its {type(norm).__name__} is not a norm with weights only")
@@ -350,13 +355,18 @@ def _close(found: Tensor, expected: Tensor) -> bool:
 # --- rotary angles --------------------------------------------------------------------------------------------------
 
 
-def _kinds_of(rotary: Any) -> dict[str, str]:
+def kinds_of_rotary(rotary: Any) -> dict[str, str]:
     """The types of a rotary embedding by kind of layer; one without a name where all layers have it."""
     kind = getattr(rotary, "rope_type", None)
     return dict(kind) if isinstance(kind, dict) else {"": str(kind)}
 
 
-def _frequencies(rotary: Any, kind: str) -> tuple[Tensor, float]:
+def frequencies_of(rotary: Any, kind: str) -> tuple[Tensor, float]:
+    """The frequencies of a rotary embedding for a kind of layers, and the factor of its angles.
+
+    Raises:
+        UnreadError: it keeps them elsewhere.
+    """
     before = f"{kind}_" if kind else ""
     found = getattr(rotary, f"{before}inv_freq", None), getattr(rotary, f"{before}attention_scaling", None)
     if not isinstance(found[0], Tensor) or found[1] is None:
@@ -364,14 +374,14 @@ def _frequencies(rotary: Any, kind: str) -> tuple[Tensor, float]:
     return found[0].float(), float(found[1])
 
 
-def _order(attention: Any, rotary: Any) -> tuple[int, ...]:
+def order_in_heads(attention: Any, rotary: Any) -> tuple[int, ...]:
     """The order of a head's numbers; refuses rotary embeddings that the lean forward cannot compute."""
     dim, turn = attention.head_dim, inspect.unwrap(type(attention).forward).__globals__.get("apply_rotary_pos_emb")
     widths = set()
-    for kind, name in _kinds_of(rotary).items():
+    for kind, name in kinds_of_rotary(rotary).items():
         if name not in ROPES:
             raise UnreadError(f"its rotary embedding is {name}, not one of {', '.join(ROPES)}")
-        frequencies, scale = _frequencies(rotary, kind)
+        frequencies, scale = frequencies_of(rotary, kind)
         widths.add(2 * frequencies.numel())
         positions = torch.arange(3, device=frequencies.device).unsqueeze(0)
         like = frequencies.new_zeros(1)
@@ -406,8 +416,8 @@ def traits_of(model: Any) -> Traits:
     attention = model.model.layers[0].self_attn
     watched = _Watch(model, attention)
     rotary, dim = model.model.rotary_emb, attention.head_dim
-    kinds = list(_kinds_of(rotary))
-    found = [_padded(*_frequencies(rotary, kind), dim) for kind in kinds]
+    kinds = list(kinds_of_rotary(rotary))
+    found = [padded_frequencies(*frequencies_of(rotary, kind), dim) for kind in kinds]
     layers = getattr(model.config, "layer_types", None) or [""] * len(watched.turned)
     angles_of = [kinds.index(kind) if kind in kinds else 0 for kind in layers]
     if not all(watched.turned):
@@ -424,7 +434,8 @@ def traits_of(model: Any) -> Traits:
     )
 
 
-def _padded(frequencies: Tensor, scale: float, dim: int) -> tuple[tuple[float, ...], float]:
+def padded_frequencies(frequencies: Tensor, scale: float, dim: int) -> tuple[tuple[float, ...], float]:
+    """The same with zeros for the numbers of a head that are not turned."""
     return (*frequencies.tolist(), *[0.0] * (dim // 2 - frequencies.numel())), scale
 
 

@@ -18,16 +18,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from draftproof.backends.hf.snapshots import SnapshotBackend
-from draftproof.backends.lean.mixture import Mixture
+from draftproof.backends.lean.mixture import Mixture, StoredMixture
+from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.lean.traits import LLAMA, Experts, UnreadError
 from draftproof.backends.loading.gguf_rotary import FACTORS, longest
 from draftproof.backends.loading.gguf_tensors import FileTensors, end_tokens, experts_of, named, single
 from draftproof.backends.loading.options import ACTIVATIONS
-from draftproof.backends.loading.stored_snapshots import StoredSnapshotBackend, attention_name
+from draftproof.backends.loading.stored_snapshots import StoredSnapshotBackend
 from draftproof.backends.products.packed_linear import StoredProduct, dense
 from draftproof.backends.products.stored_modules import StoredEmbedding, StoredLinear
-from draftproof.backends.recurrent.delta_net import follow_evenly
 from draftproof.errors import reason
 from draftproof.models.gguf_file import GGUFFile, generation_config
 from draftproof.native.ggml import StoredMatrix, why_not_joined
@@ -319,7 +318,7 @@ HYBRIDS = tuple(_HYBRIDS)
 
 def read_hybrid(
     file: GGUFFile, *, name: str, dtype: torch.dtype, activations: str = ACTIVATIONS[0], check: bool = True
-) -> SnapshotBackend:
+) -> LeanSnapshotBackend:
     """The model in a file, with its own numbers; arguments as of `gguf_model.read_model`.
 
     Raises:
@@ -331,25 +330,9 @@ def read_hybrid(
     model = _Filling(tensors, _HYBRIDS[file.get("general.architecture")], dtype).model
     for key, value in generation_config(file).items():
         setattr(model.generation_config, key, value)
-    made = (SnapshotBackend if tensors.bits is None else StoredSnapshotBackend)(model, name=name, check=check)
+    made = (LeanSnapshotBackend if tensors.bits is None else StoredSnapshotBackend)(model, name=name, check=check)
     made.facts = replace(made.facts, bits=tensors.bits)
     return made
-
-
-class StoredMixture(nn.Module):
-    """A mixture of experts of few bits.
-
-    Args:
-        mixture: what computes it.
-    """
-
-    def __init__(self, mixture: Mixture) -> None:
-        super().__init__()
-        self._mixture = mixture
-
-    def forward(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
-        """What the experts make of every row."""
-        return self._mixture(x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
 def _layers(file: GGUFFile) -> int:
@@ -411,7 +394,7 @@ class _Filling:
         try:
             config: Any = AutoConfig.for_model(hybrid.kind, **fields)
             with torch.device("meta"):
-                model = kind.from_config(config, dtype=dtype, attn_implementation=attention_name())
+                model = kind.from_config(config, dtype=dtype, attn_implementation="sdpa")
         except Exception as cause:  # whatever transformers raises for numbers that do not belong together
             raise UnreadError(f"transformers makes no model of its metadata ({reason(cause)})") from cause
         self.model = model.eval()
@@ -428,9 +411,6 @@ class _Filling:
             if experts is not None:
                 setattr(layer, hybrid.mixture, self._mixture(f"blk.{number}.", experts))
             self._layer(layer, f"blk.{number}.")
-            for part, each in layer.named_children():
-                if part == "linear_attn":
-                    follow_evenly(each)
         beyond = tuple(f"blk.{number}." for number in range(len(inner.layers), int(named(file, "block_count"))))
         left = sorted(each for each in self._unread if not each.startswith(beyond))
         if left:

@@ -1,36 +1,20 @@
-"""Backend snapshot for models whose weights have few bits: its attention is native, in our passes.
-
-Inputs of such products are rounded to 8 bits. So where attention sums in another order in another pass, a last digit
-that differs can become a difference that is seen. Native attention sums in one order.
-"""
+"""Backend snapshot for models whose weights have few bits."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import NoReturn
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from draftproof import native
-from draftproof.backends.cache.layout import Layout
-from draftproof.backends.cache.slot_cache import CacheView, SlotCache
-from draftproof.backends.cache.windows import FULL, RECURRENT
-from draftproof.backends.hf.snapshots import SnapshotBackend
-from draftproof.backends.lean.attention import Heads, NativeAttention, Pass
+from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.products.stored_modules import StoredLinear
-from draftproof.backends.recurrent.states import Group, StateView
 from draftproof.errors import UserError
 
-_NAME = "draftproof"
 
-
-class StoredSnapshotBackend(SnapshotBackend):
-    """A model with recurrent layers whose weights have few bits; its config names `attention_name()`."""
+class StoredSnapshotBackend(LeanSnapshotBackend):
+    """A model with recurrent layers whose weights have few bits; inputs of their products are rounded to 8 bits."""
 
     rounds_inputs = True
 
@@ -57,95 +41,3 @@ class StoredSnapshotBackend(SnapshotBackend):
             UserError: always; the weights are those of a file.
         """
         raise UserError(f"the weights of {self.name} cannot be changed: they are the blocks of a .gguf file")
-
-    def _view(self, layout: Layout, groups: Sequence[Group]) -> StateView:
-        return _NewOnly(self._cache, layout.plan, groups)
-
-    def _call(self, layout: Layout, view: CacheView, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
-        with _in_pass(_Passing(layout, self._cache)):
-            return super()._call(layout, view, hidden=hidden)
-
-    def _masks(self, layout: Layout) -> dict[str, Tensor | None]:  # noqa: ARG002 - of HFBackend
-        return dict.fromkeys((FULL, *RECURRENT))
-
-
-class _NewOnly(StateView):
-    """The states, and of keys and values only the new ones: attention writes and reads the cache by itself."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """The new keys and values of a layer (called by attention layers)."""
-        return key_states, value_states
-
-
-class _Passing:
-    """What the attention layers of a pass share.
-
-    Args:
-        layout: of the pass.
-        cache: of keys and values.
-    """
-
-    def __init__(self, layout: Layout, cache: SlotCache) -> None:
-        self._layout = layout
-        self._cache = cache
-        self._shared: dict[tuple[int, torch.dtype], tuple[Pass, Any]] = {}
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Write new keys and values, and attend.
-
-        Args:
-            layer: its number.
-            query: [rows, heads, tokens, dim], as keys and values are.
-            key: of the new tokens.
-            value: likewise.
-            scale: of scores.
-
-        Returns:
-            [rows, tokens, heads, dim].
-        """
-        rows, heads, width, dim = query.shape
-        operations = native.operations_for(query)
-        assert operations is not None, "the model was read by native operations"
-        attention = NativeAttention(Heads(heads, key.shape[1], dim, scale), operations)
-        if (dim, query.dtype) not in self._shared:
-            angles = query.new_ones((rows * width, 1, dim)), query.new_zeros((rows * width, 1, dim))  # turned already
-            at = Pass(rows, width, *angles, self._cache, self._layout.plan)
-            self._shared[dim, query.dtype] = at, attention.mask(self._layout, None, query.dtype)
-        at, mask = self._shared[dim, query.dtype]
-        heads_of = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
-        fused = torch.cat(heads_of, 1).contiguous()
-        return attention(layer, fused, at, mask).view(rows, width, heads, dim)
-
-
-_PASS: ContextVar[_Passing | None] = ContextVar("_PASS", default=None)
-
-
-@contextmanager
-def _in_pass(passing: _Passing) -> Iterator[None]:
-    token = _PASS.set(passing)
-    try:
-        yield
-    finally:
-        _PASS.reset(token)
-
-
-@functools.cache
-def attention_name() -> str:
-    """The name under which transformers knows the attention: native in our passes, and else that of torch."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    own: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def attend(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        passing = _PASS.get()
-        if passing is None:
-            made: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **options)
-            return made
-        return passing.attend(module.layer_idx, query, key, value, options["scaling"]), None
-
-    ALL_ATTENTION_FUNCTIONS.register(_NAME, attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    return _NAME
