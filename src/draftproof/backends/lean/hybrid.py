@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from draftproof.backends.lean.traits import (
     UnreadError,
     activation_of,
     frequencies_of,
+    is_hooked,
     kinds_of_rotary,
     offset_of,
     order_in_heads,
@@ -116,10 +118,12 @@ FAMILIES = (
 """LFM2; Qwen3-Next and Qwen3.5; Granite 4; Falcon-H1."""
 
 
-def _family_of(layers: Any) -> Family:
+def _family_of(inner: Any) -> Family:
+    layers = inner._modules.get("layers") or ()  # noqa: SLF001 - has no public name
     names = {name for layer in layers for name, _ in layer.named_children()}
     for family in FAMILIES:
-        if names - {"self_attn", family.experts} == {*family.norms, family.mixer, family.gated}:
+        layer = {*family.norms, family.mixer, family.gated}
+        if names - {"self_attn", family.experts} == layer and hasattr(inner, "rotary_emb") and _has(inner, family.last):
             return family
     raise UnreadError(f"its layers have parts that are not known together here ({', '.join(sorted(names))})")
 
@@ -141,6 +145,8 @@ class _Factors:
             return 1.0
         found = self._owner
         for part in self._paths[name].split("."):
+            if not hasattr(found, part):
+                raise UnreadError(f"its {type(found).__name__} has no {part}")
             found = getattr(found, part)
         return float(found)
 
@@ -160,8 +166,13 @@ class HybridLean(Lean):
     """
 
     def __init__(self, model: Any, windows: Windows) -> None:
+        hooked = next((name or "the model" for name, each in model.named_modules() if is_hooked(each)), None)
+        if hooked is not None:
+            raise UnreadError(f"hooks are attached to {hooked}")
+        if not _has(model, "model"):
+            raise UnreadError(f"{type(model).__name__} has parts that are not known together here")
         inner = model.model
-        family = _family_of(inner.layers)
+        family = _family_of(inner)
         if windows.kinds - {FULL, *RECURRENT}:
             raise UnreadError(f"its attention is of kinds that are not known here ({', '.join(sorted(windows.kinds))})")
         last = getattr(inner, family.last)
@@ -238,6 +249,8 @@ class HybridLayer:
     """
 
     mixed = made = sinks = None  # no family has these
+    gates_natively = True
+    products: Mapping[str, Product] = MappingProxyType({})  # all are native
 
     def __init__(self, layer: Any, number: int, family: Family, traits: Traits, *, heads: Heads) -> None:
         factors = _Factors(layer, family)

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from draftproof import native
 from draftproof.backends.hf.quantized_modules import QuantizedLinear
 from draftproof.backends.lean.mixture import linear_arguments
-from draftproof.backends.lean.traits import UnreadError
+from draftproof.backends.lean.traits import UnreadError, is_stock
 from draftproof.backends.products.packed_linear import Part, PlainProduct, Product
 from draftproof.native.structures import MOST_INPUTS, InputsArguments
+
+_SMALL = 1 << 18  # numbers of a weight for which a matrix unit gains little
 
 
 class Joint:
@@ -52,6 +54,9 @@ class Joint:
         for place, product in enumerate(products):
             self.arguments.of[place] = linear_arguments(product)
             self.arguments.outs[place] = outs[place]
+
+    def __deepcopy__(self, memo: object) -> Joint:
+        return self  # C has its addresses, and nothing changes it
 
     @classmethod
     def of(cls, product: Product | Joint) -> Joint:
@@ -97,10 +102,11 @@ def product_of_layer(module: Any) -> tuple[Product, Int[Tensor, " outs"]]:
         return module.product, module.outputs
     if isinstance(module, QuantizedLinear):
         return module.product, torch.arange(module.product.weight.outs)
-    operations = native.operations_for(module.weight) if isinstance(module, nn.Linear) else None
+    is_plain = isinstance(module, nn.Linear) and is_stock(type(module)) and type(module.weight) is nn.Parameter
+    operations = native.operations_for(module.weight) if is_plain else None
     if operations is None or not module.weight.is_contiguous():
         raise UnreadError(f"there is no native product with a {type(module).__name__}")
-    if operations.dtype == torch.bfloat16 and operations.level.endswith("amx"):
+    if operations.dtype == torch.bfloat16 and operations.level.endswith("amx") and module.weight.numel() > _SMALL:
         raise UnreadError("native products with weights where they are do not use the processor's matrix unit")
     bias = None if module.bias is None else module.bias.detach()
     return PlainProduct(module.weight.detach(), bias), torch.arange(len(module.weight))

@@ -538,7 +538,7 @@ def _place(number: int, product: str) -> str:
     return f"{number}.{product}"
 
 
-def in_order(layers: Sequence[Layer]) -> Callable[[Tensor, Pass, Mapping[str, Any]], Tensor]:
+def in_order(layers: Sequence[Any]) -> Callable[[Tensor, Pass, Mapping[str, Any]], Tensor]:
     """Layers that follow one another, as one function of hidden states, the pass and what each kind of layer sees."""
     return native_layers(layers) or partial(_one_by_one, layers)
 

@@ -163,6 +163,9 @@ class Mixer:
             sizes, key = (given.heads, given.dim, given.size), Key("recurrent", number, 0)
             self.kept.append(Kept(key, sizes, torch.float32, turned=parts.kind == "scan"))
 
+    def __deepcopy__(self, memo: object) -> Mixer:
+        return self  # C has its addresses, and nothing changes it
+
 
 @dataclass(frozen=True)
 class Kept:

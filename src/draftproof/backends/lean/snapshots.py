@@ -85,5 +85,5 @@ class LeanSnapshotBackend(SnapshotBackend):
         made = self.lean(layout, self._cache, hidden=hidden, sequences=states.sequences)
         for row, session in enumerate(sessions):
             session.stage(State(states.root, row) if states.marked[row] else None, State(states.end, row))
-        self._state_nbytes = State(states.end, 0).nbytes
+        self._state_nbytes = self._state_nbytes or State(states.end, 0).nbytes
         return made

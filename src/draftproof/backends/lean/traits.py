@@ -149,6 +149,13 @@ def is_stock(kind: type) -> bool:
     return kind.__module__.startswith(("transformers.models.", "transformers.activations", "torch.nn.modules."))
 
 
+def is_hooked(module: Any) -> bool:
+    """Whether something hangs on a module, but for what transformers itself collects hidden states with."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]  # noqa: SLF001 - have no public name
+    kinds = {str(getattr(hook, "__module__", "")) for hook in hooks}
+    return "forward" in vars(module) or bool(kinds - {"transformers.utils.output_capturing"})
+
+
 def eps_of(norm: Any) -> float:
     """The number that a norm adds to the mean of squares."""
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
@@ -166,8 +173,8 @@ def seen_traits(model: Any) -> Traits:
     """
     if not type(model).__name__.endswith("ForCausalLM") or not is_stock(type(model)):
         raise UnreadError(f"{type(model).__name__} is not one of transformers' causal models")
-    inner = children_of(model, "the model", "model", "lm_head")["model"]
-    parts = children_of(inner, "its model", "embed_tokens", "layers", "norm", "rotary_emb")
+    inner = _children(model, "the model", "model", "lm_head")["model"]
+    parts = _children(inner, "its model", "embed_tokens", "layers", "norm", "rotary_emb")
     _require(model.lm_head, "lm_head", nn.Linear)
     layers = list(parts["layers"].children()) if isinstance(parts["layers"], nn.ModuleList) else []
     if not layers or len(layers) != model.config.num_hidden_layers:
@@ -201,9 +208,9 @@ def seen_traits(model: Any) -> Traits:
     )
 
 
-def children_of(module: Any, what: str, *names: str) -> dict[str, Any]:
+def _children(module: Any, what: str, *names: str) -> dict[str, Any]:
     """The children of a module that count, which must have these names."""
-    found = {name: child for name, child in module.namedchildren_of() if not isinstance(child, _NOTHING)}
+    found = {name: child for name, child in module.named_children() if not isinstance(child, _NOTHING)}
     if set(found) != set(names) or module._parameters:  # noqa: SLF001 - its own, without its children's
         strange = sorted({*found, *module._parameters} ^ set(names))  # noqa: SLF001
         raise UnreadError(f"{what} has other parts than are known here ({', '.join(strange)})")
@@ -232,20 +239,20 @@ def _signature(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _layer_norms(layer: Any) -> tuple[str | None, ...]:
-    names = {name for name, child in layer.namedchildren_of() if not isinstance(child, _NOTHING)}
+    names = {name for name, child in layer.named_children() if not isinstance(child, _NOTHING)}
     for norms in _NORMS:
         if names == {"self_attn", "mlp", *filter(None, norms)}:
             _refuse_functions(layer, set())
-            children_of(layer, "its layer", *names)
+            _children(layer, "its layer", *names)
             return norms
     raise UnreadError(f"its layers have parts that are not known together here ({', '.join(sorted(names))})")
 
 
 def _attention_parts(attention: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    names = {name for name, child in attention.namedchildren_of() if not isinstance(child, _NOTHING)}
+    names = {name for name, child in attention.named_children() if not isinstance(child, _NOTHING)}
     qkv = next((each for each in _QKV if set(each) <= names), _QKV[0])
     turned = ("q_norm", "k_norm") if "q_norm" in names else ()
-    children_of(attention, "its attention", *qkv, "o_proj", *turned)
+    _children(attention, "its attention", *qkv, "o_proj", *turned)
     for name in (*qkv, "o_proj"):
         _require(getattr(attention, name), f"self_attn.{name}", nn.Linear)
     _refuse_functions(attention, _CALLED)
@@ -285,10 +292,10 @@ def _check_heads(attention: Any, qkv: tuple[str, ...], turned: tuple[str, ...]) 
 
 def _mlp_parts(mlp: Any) -> tuple[tuple[str, ...], str]:
     """Names of the gates' linear layers, and their activation."""
-    named = {name for name, child in mlp.namedchildren_of() if not isinstance(child, _NOTHING)}
+    named = {name for name, child in mlp.named_children() if not isinstance(child, _NOTHING)}
     gate_up = next((each for each in _GATE_UP if set(each) <= named), _GATE_UP[0])
     act = next((name for name in ("act_fn", "activation_fn") if hasattr(mlp, name)), "act_fn")
-    children_of(mlp, "its feed-forward part", *gate_up, "down_proj", *({act} & named))
+    _children(mlp, "its feed-forward part", *gate_up, "down_proj", *({act} & named))
     for name in (*gate_up, "down_proj"):
         _require(getattr(mlp, name), f"mlp.{name}", nn.Linear)
     _refuse_functions(mlp, set())

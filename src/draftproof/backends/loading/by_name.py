@@ -33,8 +33,8 @@ BACKENDS = {
     "auto": "lean where the model has a lean forward (on CUDA: compiled), snapshot where it has recurrent layers, "
     "else hf",
     "hf": "transformers' own forward pass",
-    "snapshot": "transformers' own forward pass, for models with recurrent layers (linear attention, convolutions, "
-    "state spaces): their states are kept, and accepted tokens read again where drafts are refused",
+    "snapshot": "for models with recurrent layers (linear attention, convolutions, state spaces): their states are "
+    "kept, and accepted tokens read again where drafts are refused; a forward pass of ours or transformers' own",
     "lean": "ours, for dense decoders: Llama, Mistral, Qwen2, Qwen3, Gemma 3, Phi-3 and others (docs/guide/models.md)",
     "generate": "transformers' own generation step by step, without drafts; auto takes it for targets that cannot be "
     "drafted for",
