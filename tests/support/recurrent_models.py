@@ -3,6 +3,7 @@
 import functools
 
 from draftproof.backends.hf.snapshots import SnapshotBackend
+from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from support.architectures.tiny import tiny_config, tiny_model
 
 
@@ -13,4 +14,11 @@ def model(name):
 
 @functools.cache
 def backend(name):
+    """As loading makes it: read by the lean forward where that is possible."""
+    return LeanSnapshotBackend(model(name), name=name)
+
+
+@functools.cache
+def by_modules(name):
+    """Read by transformers' own modules."""
     return SnapshotBackend(model(name), name=name)

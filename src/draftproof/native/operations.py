@@ -18,8 +18,9 @@ from torch import Tensor
 from draftproof.native.ggml import INPUTS, LAYOUTS, GGMLWeight, Segment, StoredMatrix, repacked_shape
 from draftproof.native.structures import (
     AttentionArguments,
-    LayerArguments,
+    LayerStack,
     MixtureArguments,
+    Sequences,
     ggml_inputs_size,
     quantized_inputs_size,
 )
@@ -97,7 +98,9 @@ class Operations:
         self._legal = function(f"legal_{suffix}", [pointer] + [number] * 2, ctypes.c_int)
         self._attend = function(f"attend_{suffix}", [pointer, number])
         self._mixture = function(f"mixture_{suffix}", [pointer] * 3 + [number, pointer, number])
-        self._layers = function(f"layers_{suffix}", [pointer, number] + [pointer] * 6 + [number])
+        self._layers = function(
+            f"layers_{suffix}", [pointer, number] + [pointer] * 6 + [number] + [pointer] * 2 + [number]
+        )
         self._delta_rule = function("delta_rule", [pointer] * 8 + [number] * 9)
         self._softmax = function("softmax", [pointer] * 2 + [number] * 3)
         self._greedy = function("greedy", [pointer] * 2 + [number] * 3)
@@ -511,33 +514,45 @@ class Operations:
 
     def layers(
         self,
-        weights: ctypes.Array[LayerArguments],
+        stack: LayerStack,
         x: Float[Tensor, "tokens size"],
         given: AttentionArguments,
         buffers: tuple[ctypes.Array[ctypes.c_void_p], ...],
         work: Float[Tensor, " elements"],
+        sequences: Sequences | None = None,
+        first: int = 0,
     ) -> None:
         """Run decoder layers one after another.
 
         Args:
-            weights: of each layer.
+            stack: the layers.
             x: hidden states; contiguous, overwritten by the last layer's.
             given: the arguments of attention.
             buffers: addresses of each layer's keys, of its values, and of its scales.
-            work: working memory; `LayerArguments.work` returns its size.
+            work: working memory; `LayerStack.work` returns its size.
+            sequences: of the pass, for layers with recurrent states.
+            first: number of the first layer in the model.
 
         Raises:
             ValueError: an argument of another type, device or shape.
         """
-        require("x", x, self.dtype, (given.tokens, weights[0].size))
+        require("x", x, self.dtype, (given.tokens, stack.size))
         require("work", work, self.dtype)
-        if work.numel() < weights[0].work(given) or not self.attends(given.dim):
-            raise ValueError(f"{work.numel()} elements of work, of {weights[0].work(given)}; heads of size {given.dim}")
+        if work.numel() < stack.work(given) or not self.attends(given.dim):
+            raise ValueError(f"{work.numel()} elements of work, of {stack.work(given)}; heads of size {given.dim}")
         found = [len(each) for each in buffers]
-        if found != [len(weights)] * 3:
-            raise ValueError(f"{found} buffers of keys, values and scales for {len(weights)} layers")
+        if found != [len(stack)] * 3:
+            raise ValueError(f"{found} buffers of keys, values and scales for {len(stack)} layers")
+        states: tuple[int | None, int | None, int] = (None, None, 0)
+        if sequences is not None:
+            sequences.require_fitting(given.tokens, first + len(stack))
+            states = sequences.arguments(first)
+        elif stack.keeps_states:
+            raise ValueError("layers with recurrent states, and no sequences")
         addresses = x.data_ptr(), work.data_ptr()
-        self._layers(weights, len(weights), ctypes.byref(given), *buffers, *addresses, torch.get_num_threads())
+        self._layers(
+            stack.array, len(stack), ctypes.byref(given), *buffers, *states, *addresses, torch.get_num_threads()
+        )
 
     # --- rows of scores and of probabilities ------------------------------------------------------------------------
 

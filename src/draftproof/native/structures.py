@@ -12,9 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.native.tensors import GROUPS, LANES, require
+from draftproof.native.tensors import AS_THEY_ARE, GROUPS, LANES, require
 
 GGML_SEGMENTS, GGML_PAD, GGML_ROWS = 4, 256, 8  # as in ggml.h
+MOST_INPUTS, MOST_KERNEL, STATES = 4, 8, 6  # as in native.c
+MIXERS = ("short", "delta", "scan")
+"""Kinds of mixers: a short convolution, the gated delta rule, and a state space (mixers.h)."""
 _WHOLE = 2 * LANES  # numbers of a head are copied in so many at once
 _NEAR = 1 << 17  # float32 scores that are kept near the processor
 _WORTH_DIVIDING = 1 << 16  # products of queries and keys in a tile; threads wait for one another twice
@@ -227,29 +230,138 @@ class MixtureArguments(ctypes.Structure):
         return int(tokens * (self.experts + 1 + size) + 3 * inner + pairs * size + numbers + inputs)
 
 
+class InputsArguments(ctypes.Structure):
+    """The C structure `inputs` of inputs.h: linear layers that read the same rows; it holds addresses."""
+
+    _fields_: ClassVar = [
+        ("of", LinearArguments * MOST_INPUTS),
+        ("outs", ctypes.c_int64 * MOST_INPUTS),
+        *((name, ctypes.c_void_p) for name in ("order", "factors")),
+        *((name, ctypes.c_int64) for name in ("count", "places")),
+    ]
+
+    def work(self, tokens: int, ins: int) -> int:
+        """Elements of working memory that they need for some tokens."""
+        rounds = any(each.bits not in (0, AS_THEY_ARE) for each in self.of)
+        return int(2 * tokens * sum(self.outs)) + (inputs_size(tokens, ins) if rounds else 0)
+
+
+class MixerArguments(ctypes.Structure):
+    """The C structure `mixer` of mixers.h: what keeps a recurrent state; it holds addresses."""
+
+    _fields_: ClassVar = [
+        ("inputs", InputsArguments),
+        ("out", LinearArguments),
+        *((name, ctypes.c_void_p) for name in ("order", "taps", "taps_bias", "rates", "steps", "skip", "norm")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("kind", "inner", "channels", "kernel", "key_heads", "heads", "dim", "size")
+        ),
+        *((name, ctypes.c_int64) for name in ("groups", "gates_first")),
+        *((name, ctypes.c_float) for name in ("least", "factor")),
+    ]
+
+    def work(self, tokens: int, ins: int) -> int:
+        """Elements of working memory that it needs for some tokens; a float32 number may take two."""
+        floats = 64 + 2 * tokens * (self.channels + self.inner + 2 * self.heads)
+        own = 2 * tokens * self.inner + floats + inputs_size(tokens, self.inner)
+        return int(tokens * self.inputs.places + max(self.inputs.work(tokens, ins), own))
+
+
 class LayerArguments(ctypes.Structure):
     """The C structure `layer` of typed.h: a decoder layer; it holds addresses."""
 
     _fields_: ClassVar = [
-        *((name, LinearArguments) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, InputsArguments) for name in ("qkv", "gate_up")),
+        *((name, LinearArguments) for name in ("out", "down")),
         *((name, ctypes.c_void_p) for name in ("before", "mixed", "between", "made", "turned", "sinks")),
         ("mixture", ctypes.POINTER(MixtureArguments)),
-        *((name, ctypes.c_int64) for name in ("size", "inner", "whole", "activation")),
+        ("mixer", ctypes.POINTER(MixerArguments)),
+        *((name, ctypes.c_int64) for name in ("size", "inner", "whole", "activation", "gates")),
         *((f"{name}_least", ctypes.c_float) for name in ("before", "mixed", "between", "made", "turned")),
-        ("factor", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("out_factor", "down_factor")),
     ]
 
     def work(self, given: AttentionArguments) -> int:
         """Elements of working memory that a layer needs for a pass."""
-        heads, tokens = given.heads + given.key_heads, given.tokens
-        inputs = 0  # bytes, which are no fewer elements
-        if any(getattr(self, name).bits for name in ("qkv", "out", "gate_up", "down")):
-            widest = max(self.size, self.inner, given.heads * given.dim)
-            inputs = max(quantized_inputs_size(tokens, widest), ggml_inputs_size(tokens, widest))
-        rest = 3 * tokens * self.inner + inputs
+        tokens, heads, rest = given.tokens, 2 * (given.heads + given.key_heads), [0]
+        if self.qkv.count:
+            after = tokens * self.size + inputs_size(tokens, given.heads * given.dim)
+            own = tokens * (heads * given.dim + self.gates)
+            rest.append(own + max(self.qkv.work(tokens, self.size), after))
+        if self.mixer:
+            rest.append(self.mixer.contents.work(tokens, self.size))
         if self.mixture:
-            rest = max(rest, self.mixture.contents.work(tokens))
-        return int(tokens * (self.size + 2 * heads * given.dim) + rest)
+            rest.append(self.mixture.contents.work(tokens))
+        if self.gate_up.count:
+            after = max(self.gate_up.work(tokens, self.size), inputs_size(tokens, self.inner))
+            rest.append(3 * tokens * self.inner + after)
+        return int(2 * tokens * self.size) + max(rest)
+
+
+class LayerStack:
+    """Decoder layers that run one after another.
+
+    Args:
+        layers: their arguments.
+    """
+
+    def __init__(self, layers: Sequence[LayerArguments]) -> None:
+        self.array = (LayerArguments * len(layers))(*layers)
+        self.size = layers[0].size
+        self.keeps_states = any(each.mixer for each in layers)
+        self._work: dict[tuple[int, int, int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def work(self, given: AttentionArguments) -> int:
+        """Elements of working memory that they need for a pass."""
+        sizes = given.tokens, given.heads, given.key_heads, given.dim
+        if sizes not in self._work:
+            self._work[sizes] = max(each.work(given) for each in self.array)
+        return self._work[sizes]
+
+
+class Sequences:
+    """The sequences of a pass, and where their recurrent states are.
+
+    Args:
+        spans: of each its first token, its number of tokens, and after how many of them states are kept too (0: not).
+        addresses: for each layer of the model and each sequence, those of STATES states; 0 where there is none.
+    """
+
+    def __init__(self, spans: Sequence[tuple[int, int, int]], addresses: Sequence[int]) -> None:
+        self.rows = len(spans)
+        self.tokens = sum(tokens for _, tokens, _ in spans)
+        if any(first < 0 or not 0 <= mark < tokens for first, tokens, mark in spans):
+            raise ValueError(f"spans of tokens, or of some of them, that are none: {spans}")
+        self.end = max(first + tokens for first, tokens, _ in spans)
+        self._layer = self.rows * STATES
+        self._spans = (ctypes.c_int64 * (3 * self.rows))(*itertools.chain.from_iterable(spans))
+        self._states = (ctypes.c_int64 * len(addresses))(*addresses)
+
+    def require_fitting(self, tokens: int, layers: int) -> None:
+        """Check that every token of a pass is in a sequence, and that so many layers have states.
+
+        Raises:
+            ValueError: otherwise; C would read past an end.
+        """
+        if self.tokens != tokens or self.end > tokens or len(self._states) < layers * self._layer:
+            raise ValueError(
+                f"sequences of {self.tokens} tokens up to {self.end} and {len(self._states)} states, for {tokens} "
+                f"tokens and {layers} layers"
+            )
+
+    def arguments(self, layer: int) -> tuple[int, int, int]:
+        """Addresses of spans, and of the states from a layer of the model on, and the number of sequences."""
+        states = ctypes.addressof(self._states) + layer * self._layer * ctypes.sizeof(ctypes.c_int64)
+        return ctypes.addressof(self._spans), states, self.rows
+
+
+def inputs_size(rows: int, ins: int) -> int:
+    """Elements, of which none is smaller than a byte, that suffice for the inputs of any product with few bits."""
+    return max(quantized_inputs_size(rows, ins), ggml_inputs_size(rows, ins))
 
 
 def quantized_inputs_size(rows: int, ins: int) -> int:

@@ -14,6 +14,7 @@ LANES = 16  # neighbouring outputs
 BITS, GROUPS = (4, 8), (16, 32, 64, 128)  # of quantized weights: bits, and inputs that share a scale
 STORED_BITS = (2, *BITS)  # 2 bits are enough for an output layer whose largest outputs are computed again
 UNITS = {torch.float32: 1, torch.bfloat16: 2}  # elements in four bytes, by type of rows
+AS_THEY_ARE = 1  # in place of bits: a weight as torch keeps it
 CPU = torch.device("cpu")
 
 
@@ -90,6 +91,35 @@ class Interleaved:
         """A plain copy."""
         units = self.blocks.transpose(1, 2)
         return units.reshape(-1, units.shape[-2:].numel())[: self.outs, : self.ins]
+
+
+@dataclass(frozen=True, eq=False)
+class Plain:
+    """A weight as torch keeps it, read where it is.
+
+    Attributes:
+        weight: contiguous.
+    """
+
+    weight: Float[Tensor, "out in"]
+
+    def __post_init__(self) -> None:
+        require("weight", self.weight, self.weight.dtype)
+
+    @property
+    def outs(self) -> int:
+        """Number of outputs."""
+        return self.weight.shape[0]
+
+    @property
+    def ins(self) -> int:
+        """Number of inputs."""
+        return self.weight.shape[1]
+
+    @property
+    def arguments(self) -> tuple[int, int, int]:
+        """See `Interleaved.arguments`."""
+        return self.weight.data_ptr(), AS_THEY_ARE, 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ from support import quantized_drafts as quantized
 from support.architectures.check import disturbed
 from support.architectures.tiny import VOCAB, tiny_config, tiny_model
 from support.native_levels import needs_native
-from support.recurrent_models import backend, model
+from support.recurrent_models import backend, by_modules, model
 
 TYPES = (
     "lfm2",
@@ -134,7 +134,7 @@ def test_padding_that_reaches_a_state_is_seen(name, monkeypatch):
         sessions = [feed.session.state for feed in feeds]
         return [mixers_module.Group(list(range(len(feeds))), cuts, None, sessions)]
 
-    target, groups = backend(name), SnapshotBackend._groups  # its check would see the change
+    target, groups = by_modules(name), SnapshotBackend._groups  # its check would see the change
     monkeypatch.setattr(SnapshotBackend, "_groups", one_group)
     assert generate(target, max_batch=4) != reference(name)
 

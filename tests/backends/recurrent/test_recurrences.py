@@ -19,7 +19,8 @@ from draftproof.backends.recurrent.recurrences import FEW, Recurrence, Stateless
 from draftproof.tree import TokenTree
 from support.architectures.tiny import VOCAB
 from support.native_levels import needs_native
-from support.recurrent_models import backend, model
+from support.recurrent_models import by_modules as backend
+from support.recurrent_models import model
 
 DELTA_RULE = ("qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid")
 DIVISIBLE = (*DELTA_RULE, "lfm2", "falcon_h1", "bamba", "mamba2", "granitemoehybrid", "mamba", "jamba")

@@ -58,13 +58,13 @@ class QuantizedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         whole = Product(weight.detach(), None if bias is None else bias.detach())
         if output:
-            self._product = whole.quantized_output(bits, weight.detach(), inputs)
+            self.product = whole.quantized_output(bits, weight.detach(), inputs)
         else:
-            self._product = whole.quantized(bits, inputs=inputs)
+            self.product = whole.quantized(bits, inputs=inputs)
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The layer's outputs."""
-        return self._product(x)
+        return self.product(x)
 
 
 def quantizing(

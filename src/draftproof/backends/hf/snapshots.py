@@ -25,7 +25,7 @@ from draftproof.backends.cache.sessions import SlotSession
 from draftproof.backends.cache.slot_cache import CacheView, SlotCache
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.probe import Probe
-from draftproof.backends.recurrent.mixers import continuation, in_pieces, mixers_of
+from draftproof.backends.recurrent.mixers import Continuation, continuation, in_pieces, mixers_of
 from draftproof.backends.recurrent.recurrences import follow_passes, in_pass
 from draftproof.backends.recurrent.states import Group, State, StateView
 from draftproof.errors import UserError
@@ -151,7 +151,7 @@ class SnapshotBackend(HFBackend):
                 "backend snapshot is for: use backend auto"
             )
         follow_passes(self._mixers)
-        self._goes_on = continuation(model, self._mixers)
+        self._goes_on = self._continuation(model)
         self._state_nbytes = 0
         super().__init__(model, name=name, check=check)
         self.capabilities = replace(self.capabilities, trees=False)
@@ -172,6 +172,9 @@ class SnapshotBackend(HFBackend):
     def stepwise(self) -> bool:
         """Whether recurrent layers read one token at a time after a state."""
         return self._goes_on.stepwise
+
+    def _continuation(self, model: Any) -> Continuation:
+        return continuation(model, self._mixers)
 
     def _probe(self) -> Probe:
         self.capabilities = replace(self.capabilities, trees=False)
@@ -208,7 +211,7 @@ class SnapshotBackend(HFBackend):
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         groups = self._groups(layout.feeds)
-        view = self._view(layout, groups)
+        view = StateView(self._cache, layout.plan, groups)
         divisible = self._goes_on.divisible
         with in_pass(view), in_pieces(self._mixers, view, len(layout.feeds), layout.width, divisible):
             made = self._call(layout, view, hidden=hidden)
@@ -220,9 +223,6 @@ class SnapshotBackend(HFBackend):
                 session.stage(root, State(group.now, row))
                 self._state_nbytes = State(group.now, row).nbytes
         return made
-
-    def _view(self, layout: Layout, groups: Sequence[Group]) -> StateView:
-        return StateView(self._cache, layout.plan, groups)
 
     def _inputs(self, layout: Layout, view: CacheView) -> dict[str, Any]:
         return {self._cache_name: view} if self._states_only else super()._inputs(layout, view)

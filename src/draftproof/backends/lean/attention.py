@@ -15,7 +15,7 @@ from draftproof import native
 from draftproof.backends.cache.layout import Layout, additive
 from draftproof.backends.cache.slot_cache import WritePlan
 from draftproof.native.operations import Operations
-from draftproof.native.structures import AttentionArguments, PassMask
+from draftproof.native.structures import AttentionArguments, PassMask, Sequences
 from draftproof.triton.choose import fused as replaceable
 
 _FOLDED = 128  # passes up to this width fold the query heads of a key head, and their mask, into rows
@@ -55,6 +55,7 @@ class Pass:
         cos, sin: rotary angles, [rows * width, 1, dim]; sin with the sign of `rotate_half`. Where layers differ, those
             of each kind one after another in the last dimension.
         cache, plan: where keys and values are written: a slot cache, or what has its `write` and needs no plan.
+        sequences: with their recurrent states, where layers keep some.
     """
 
     rows: int
@@ -63,6 +64,7 @@ class Pass:
     sin: Tensor
     cache: Any
     plan: WritePlan | None
+    sequences: Sequences | None = None
 
     def angles(self, heads: Heads) -> tuple[Tensor, Tensor]:
         """Cosines and sines of a layer, each [rows * width, 1, dim]."""

@@ -23,7 +23,7 @@ from draftproof.backends.hf.probe import Probe
 from draftproof.backends.lean.checkpoint import Architecture
 from draftproof.backends.lean.layers import Lean
 from draftproof.backends.lean.native_layers import NativeLayers
-from draftproof.backends.lean.traits import Traits, UnreadError, is_stock, seen_traits, traits_of
+from draftproof.backends.lean.traits import Traits, UnreadError, is_hooked, is_stock, seen_traits, traits_of
 from draftproof.backends.model_info import ModelInfo
 from draftproof.backends.new_weights import EMBEDDING, HEAD, StateWeights, refuse_misfits, state_of
 from draftproof.backends.products.calibration import InputStatistics, write
@@ -55,8 +55,7 @@ def _why_altered(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if not is_stock(type(module)):
             return f"its {name} is a {type(module).__name__}, which transformers' own model has not"
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]  # noqa: SLF001
-        if "forward" in vars(module) or any(not _is_recorder(hook) for hook in hooks):
+        if is_hooked(module):
             return f"hooks are attached to {name or 'the model'}"
     held = {(weights.dtype, weights.device) for weights in model.parameters()}
     if len(held) != 1:
@@ -84,11 +83,6 @@ def readable_traits(model: Any, name: str) -> Traits:
     if traits is None:
         raise UserError(f"{name} has no lean forward: {why}; use backend hf or auto")
     return traits
-
-
-def _is_recorder(hook: Any) -> bool:
-    """Hooks by which transformers itself collects hidden states, once it was asked for some."""
-    return str(getattr(hook, "__module__", "")) == "transformers.utils.output_capturing"
 
 
 class LeanForward(SlotBackend):

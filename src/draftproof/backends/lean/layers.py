@@ -36,6 +36,7 @@ from draftproof.backends.products.packed_linear import Product, fuse, operations
 from draftproof.errors import UserError
 from draftproof.native.ggml import StoredMatrix
 from draftproof.native.operations import MOST_DIM, Operations
+from draftproof.native.structures import Sequences
 from draftproof.native.tensors import BITS, UNITS, MeasuredInputs
 from draftproof.peak import release_freed_memory
 from draftproof.triton.choose import fused
@@ -192,11 +193,14 @@ class Lean:
         products = [getattr(layer, name) for _, layer, name in self._products()]
         return next((why for each in (*products, self.head) if (why := each.why_not_quantized(bits)) is not None), None)
 
-    def __call__(self, layout: Layout, cache: SlotCache, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, layout: Layout, cache: SlotCache, *, hidden: bool, sequences: Sequences | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Logits of the requested columns [rows, columns, vocab], and the last hidden state of each column if asked."""
         rows, width = layout.ids.shape
         x = self.enter(layout.ids.view(-1))
-        at = Pass(rows, width, *self.rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
+        angles = self.rope(layout.positions.view(-1), layout.plan.horizon)
+        at = Pass(rows, width, *angles, cache, layout.plan, sequences)
         attention = self.layers[0].attention
         masks = {kind: attention.mask(layout, window, x.dtype) for kind, window in self.windows.now().items()}
         states = self.norm(self._run(x, at, masks, layout)).view(rows, width, -1)
@@ -399,7 +403,8 @@ class Layer:
             for name in traits.norms
         ]
         self.before, self.mixed, self.between, self.made = norms
-        self.turned = _turned_norm(attention, heads, traits, pack=pack)
+        turned = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
+        self.turned = norm_of_heads(turned, heads, traits, pack=pack)
         like = getattr(layer, next(filter(None, traits.norms))).weight
         self.sinks = attention.sinks.float() if traits.sinks else None
         self.attention = attention_of(heads, like, self.sinks, pack=pack)
@@ -407,6 +412,9 @@ class Layer:
         self.qkv = fuse(attention, traits.qkv, rows=rows, pack=pack)
         self.out = fuse(attention, ["o_proj"], pack=pack)
         self.mixture = None if traits.experts is None else Mixture(layer.mlp, traits, like)
+        self.mixer = None
+        self.gates = 0
+        self.gate_up = self.down = None
         if self.mixture is None:
             self.gated = gate_of(like, traits.activation, pack=pack)
             self.gate_up = fuse(layer.mlp, traits.gate_up, pack=pack)
@@ -416,6 +424,16 @@ class Layer:
     def products(self) -> dict[str, Product]:
         """All its products but those of experts, by name."""
         return {name: getattr(self, name) for name in PRODUCTS[: 4 if self.mixture is None else 2]}
+
+    @property
+    def size(self) -> int:
+        """Numbers of a hidden state."""
+        return int(self.out.weight.outs)
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Of what attention and the gated part add to the hidden states."""
+        return self.traits.residual, self.traits.residual
 
     @property
     def inner(self) -> int:
@@ -484,16 +502,23 @@ class Layer:
         return _scaled(made if norm is None else norm(made), self.traits.residual).add_(x)
 
 
-def _turned_norm(attention: Any, heads: Heads, traits: Traits, *, pack: bool) -> Norm | WholeNorm | None:
-    """The norm of queries and keys."""
-    if not hasattr(attention, "q_norm"):
+def norm_of_heads(norms: Sequence[Any], heads: Heads, traits: Traits, *, pack: bool = True) -> Norm | WholeNorm | None:
+    """The norm of queries and keys.
+
+    Args:
+        norms: that of queries and that of keys, if there are.
+        heads: of the layer.
+        traits: of the layer.
+        pack: see `Norm`.
+    """
+    if not norms:
         return None
-    both, counts = (attention.q_norm, attention.k_norm), (heads.queries, heads.keys)
+    counts = heads.queries, heads.keys
     order = torch.tensor(traits.order or range(heads.dim))
     if not traits.whole:
-        return Norm(*(_norm_in_order(one, order) for one in both), counts=counts, offset=traits.offset, pack=pack)
+        return Norm(*(_norm_in_order(one, order) for one in norms), counts=counts, offset=traits.offset, pack=pack)
     rows = [(torch.arange(count).unsqueeze(1) * heads.dim + order).flatten() for count in counts]
-    ordered = [_norm_in_order(one, each) for one, each in zip(both, rows, strict=True)]
+    ordered = [_norm_in_order(one, each) for one, each in zip(norms, rows, strict=True)]
     return WholeNorm([Norm(one, offset=traits.offset, pack=pack) for one in ordered], counts)
 
 
@@ -513,7 +538,7 @@ def _place(number: int, product: str) -> str:
     return f"{number}.{product}"
 
 
-def in_order(layers: Sequence[Layer]) -> Callable[[Tensor, Pass, Mapping[str, Any]], Tensor]:
+def in_order(layers: Sequence[Any]) -> Callable[[Tensor, Pass, Mapping[str, Any]], Tensor]:
     """Layers that follow one another, as one function of hidden states, the pass and what each kind of layer sees."""
     return native_layers(layers) or partial(_one_by_one, layers)
 

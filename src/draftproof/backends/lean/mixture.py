@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftproof import native
 from draftproof.backends.lean.traits import Experts, Traits
@@ -70,6 +70,25 @@ class Mixture:
     def onto(self, x: Float[Tensor, "tokens dim"], rows: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
         """The same, added to `rows`."""
         return self(x).add_(rows)
+
+
+class StoredMixture(nn.Module):
+    """A mixture of experts of few bits, in the place of a model's own.
+
+    Args:
+        mixture: what computes it.
+
+    Attributes:
+        mixture: as given.
+    """
+
+    def __init__(self, mixture: Mixture) -> None:
+        super().__init__()
+        self.mixture = mixture
+
+    def forward(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
+        """What the experts make of every row."""
+        return self.mixture(x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
 class _Experts:

@@ -13,12 +13,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.cache.slot_cache import SlotCache
-from draftproof.backends.lean.attention import NativeAttention, Pass, arguments
+from draftproof.backends.lean.attention import Heads, NativeAttention, Pass, arguments
+from draftproof.backends.lean.inputs import Joint
 from draftproof.backends.lean.mixture import linear_arguments
 from draftproof.native.operations import ACTIVATIONS
-from draftproof.native.structures import LayerArguments, PassMask
+from draftproof.native.structures import LayerArguments, LayerStack, PassMask
 
 PRODUCTS = ("qkv", "out", "gate_up", "down")  # of a layer without experts
+_NONE = (None, None, None)  # buffers of a layer without keys and values
 NORMS = ("before", "mixed", "between", "made", "turned")
 
 
@@ -41,13 +43,15 @@ class _LayerRun:
     Attributes:
         kind: of their attention mask.
         given: their arguments for native.c.
-        numbers: their numbers in the cache.
+        numbers: their numbers in the model.
+        attend: whether each has keys and values.
         attention: of each of them.
     """
 
     kind: str
-    given: ctypes.Array[LayerArguments]
+    given: LayerStack
     numbers: tuple[int, ...]
+    attend: tuple[bool, ...]
     attention: NativeAttention
 
     @classmethod
@@ -55,8 +59,9 @@ class _LayerRun:
         first = layers[0]
         return cls(
             first.kind,
-            (LayerArguments * len(layers))(*map(_given, layers)),
+            LayerStack([_given(layer) for layer in layers]),
             tuple(layer.number for layer in layers),
+            tuple(layer.qkv is not None for layer in layers),
             first.attention,
         )
 
@@ -72,16 +77,22 @@ class _Places:
 
     def __init__(self, run: _LayerRun, cache: SlotCache, like: Tensor) -> None:
         heads = run.attention.heads
-        stored = [cache.buffers(number, heads.keys, heads.dim, like) for number in run.numbers]
+        pairs = zip(run.numbers, run.attend, strict=True)
+        stored = [cache.buffers(number, heads.keys, heads.dim, like) if attends else _NONE for number, attends in pairs]
         self.cache = cache
         self.extent = cache.extent
         self.addresses = tuple(
             (ctypes.c_void_p * len(stored))(*(None if each is None else each.data_ptr() for each in store))
             for store in zip(*stored, strict=True)
         )
-        self.shape = stored[0].keys.shape
+        shapes = [keys.shape for keys, _, _ in stored if keys is not None]
+        self.shape = shapes[0] if shapes else None
         # Slots may differ: with an early exit the first layers grow before the others.
-        assert all(each.keys.shape[1:] == self.shape[1:] for each in stored), "positions are the same in all"
+        assert all(each[1:] == shapes[0][1:] for each in shapes), "positions are the same in all"
+
+    def shape_for(self, heads: Heads, mask: PassMask) -> Sequence[int]:
+        """The shape of the buffers; where no layer has some, one that holds a pass."""
+        return self.shape or (mask.slots, heads.keys, max(mask.end, mask.horizon), heads.dim)
 
 
 class NativeLayers:
@@ -109,24 +120,32 @@ class NativeLayers:
             places = self._places[number]
             if places is None or places.cache is not at.cache or places.extent != at.cache.extent:
                 places = self._places[number] = _Places(run, at.cache, x)
-            mask = masks[run.kind]
-            given = arguments(run.attention.heads, at, places.shape, mask)
-            work = mask.buffer(run.given[0].work(given), x.dtype, 1)
-            run.attention.operations.layers(run.given, x, given, places.addresses, work)
+            mask, heads = masks[run.kind], run.attention.heads
+            given = arguments(heads, at, places.shape_for(heads, mask), mask)
+            work = mask.buffer(run.given.work(given), x.dtype, 1)
+            operations, sequences = run.attention.operations, at.sequences
+            operations.layers(run.given, x, given, places.addresses, work, sequences, run.numbers[0])
         return x
 
 
 def _given(layer: Any) -> LayerArguments:
     norms = {name: getattr(layer, name) for name in NORMS}
+    inputs = {name: getattr(layer, name) for name in ("qkv", "gate_up")}
+    outputs = {name: getattr(layer, name) for name in ("out", "down")}
+    out_factor, down_factor = layer.factors
     return LayerArguments(
-        size=layer.out.weight.outs,
+        size=layer.size,
         inner=layer.inner,
         whole=layer.traits.whole,
         activation=ACTIVATIONS.index(layer.traits.activation),
-        factor=layer.traits.residual,
+        gates=layer.gates,
+        out_factor=out_factor,
+        down_factor=down_factor,
         sinks=None if layer.sinks is None else layer.sinks.data_ptr(),
         mixture=None if layer.mixture is None else ctypes.pointer(layer.mixture.arguments),
-        **{name: linear_arguments(product) for name, product in layer.products.items()},
+        mixer=None if layer.mixer is None else ctypes.pointer(layer.mixer.arguments),
+        **{name: Joint.of(product).arguments for name, product in inputs.items() if product is not None},
+        **{name: linear_arguments(product) for name, product in outputs.items() if product is not None},
         **{name: None if norm is None else norm.scaled.data_ptr() for name, norm in norms.items()},
         **{f"{name}_least": 0.0 if norm is None else norm.added for name, norm in norms.items()},
     )

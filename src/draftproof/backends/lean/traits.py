@@ -149,6 +149,13 @@ def is_stock(kind: type) -> bool:
     return kind.__module__.startswith(("transformers.models.", "transformers.activations", "torch.nn.modules."))
 
 
+def is_hooked(module: Any) -> bool:
+    """Whether something hangs on a module, but for what transformers itself collects hidden states with."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]  # noqa: SLF001 - have no public name
+    kinds = {str(getattr(hook, "__module__", "")) for hook in hooks}
+    return "forward" in vars(module) or bool(kinds - {"transformers.utils.output_capturing"})
+
+
 def eps_of(norm: Any) -> float:
     """The number that a norm adds to the mean of squares."""
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
@@ -183,7 +190,7 @@ def seen_traits(model: Any) -> Traits:
     gate_up, activation = _mlp_parts(mlp)
     whole = _check_heads(attention, qkv, turned)
     used = [inner.norm, *(getattr(first, name) for name in norms if name), *(getattr(attention, n) for n in turned)]
-    offsets = {_offset_of(norm) for norm in used}
+    offsets = {offset_of(norm) for norm in used}
     if len(offsets) > 1:
         raise UnreadError("its norms differ from one another")
     return Traits(
@@ -197,7 +204,7 @@ def seen_traits(model: Any) -> Traits:
         embedding=_embedding_factor(inner.embed_tokens),
         entering=float(getattr(inner, "embedding_multiplier", 1.0)),
         residual=float(getattr(first, "residual_multiplier", 1.0)),
-        order=_order(attention, inner.rotary_emb),
+        order=order_in_heads(attention, inner.rotary_emb),
     )
 
 
@@ -292,7 +299,7 @@ def _mlp_parts(mlp: Any) -> tuple[tuple[str, ...], str]:
     for name in (*gate_up, "down_proj"):
         _require(getattr(mlp, name), f"mlp.{name}", nn.Linear)
     _refuse_functions(mlp, set())
-    activation = _activation_of(getattr(mlp, act, None))
+    activation = activation_of(getattr(mlp, act, None))
     x = _noise((2, mlp.down_proj.out_features), mlp.down_proj.weight)
     gate, up = torch.cat([getattr(mlp, name)(x) for name in gate_up], -1).chunk(2, -1)
     if not _close(mlp(x), mlp.down_proj(ACTIVATIONS[activation](gate) * up)):
@@ -300,7 +307,12 @@ def _mlp_parts(mlp: Any) -> tuple[tuple[str, ...], str]:
     return gate_up, activation
 
 
-def _activation_of(act: Any) -> str:
+def activation_of(act: Any) -> str:
+    """The name of an activation in ACTIVATIONS.
+
+    Raises:
+        UnreadError: it is another one.
+    """
     at = torch.linspace(-6, 6, 97, dtype=torch.float64)
     for name, function in ACTIVATIONS.items():
         if callable(act) and torch.allclose(act(at), function(at), rtol=1e-6, atol=1e-9):
@@ -308,7 +320,7 @@ def _activation_of(act: Any) -> str:
     raise UnreadError(f"its activation is {type(act).__name__}, not one of {', '.join(ACTIVATIONS)}")
 
 
-def _offset_of(norm: Any) -> float:
+def offset_of(norm: Any) -> float:
     """What a norm adds to its weights; refuses one that is no root mean square norm."""
     if not is_stock(type(norm)) or set(norm._parameters) != {"weight"} or list(norm.children()):  # noqa: SLF001
         raise UnreadError(f"its {type(norm).__name__} is not a norm with weights only")
@@ -350,13 +362,18 @@ def _close(found: Tensor, expected: Tensor) -> bool:
 # --- rotary angles --------------------------------------------------------------------------------------------------
 
 
-def _kinds_of(rotary: Any) -> dict[str, str]:
+def kinds_of_rotary(rotary: Any) -> dict[str, str]:
     """The types of a rotary embedding by kind of layer; one without a name where all layers have it."""
     kind = getattr(rotary, "rope_type", None)
     return dict(kind) if isinstance(kind, dict) else {"": str(kind)}
 
 
-def _frequencies(rotary: Any, kind: str) -> tuple[Tensor, float]:
+def frequencies_of(rotary: Any, kind: str) -> tuple[Tensor, float]:
+    """The frequencies of a rotary embedding for a kind of layers, and the factor of its angles.
+
+    Raises:
+        UnreadError: it keeps them elsewhere.
+    """
     before = f"{kind}_" if kind else ""
     found = getattr(rotary, f"{before}inv_freq", None), getattr(rotary, f"{before}attention_scaling", None)
     if not isinstance(found[0], Tensor) or found[1] is None:
@@ -364,14 +381,14 @@ def _frequencies(rotary: Any, kind: str) -> tuple[Tensor, float]:
     return found[0].float(), float(found[1])
 
 
-def _order(attention: Any, rotary: Any) -> tuple[int, ...]:
+def order_in_heads(attention: Any, rotary: Any) -> tuple[int, ...]:
     """The order of a head's numbers; refuses rotary embeddings that the lean forward cannot compute."""
     dim, turn = attention.head_dim, inspect.unwrap(type(attention).forward).__globals__.get("apply_rotary_pos_emb")
     widths = set()
-    for kind, name in _kinds_of(rotary).items():
+    for kind, name in kinds_of_rotary(rotary).items():
         if name not in ROPES:
             raise UnreadError(f"its rotary embedding is {name}, not one of {', '.join(ROPES)}")
-        frequencies, scale = _frequencies(rotary, kind)
+        frequencies, scale = frequencies_of(rotary, kind)
         widths.add(2 * frequencies.numel())
         positions = torch.arange(3, device=frequencies.device).unsqueeze(0)
         like = frequencies.new_zeros(1)
@@ -406,8 +423,8 @@ def traits_of(model: Any) -> Traits:
     attention = model.model.layers[0].self_attn
     watched = _Watch(model, attention)
     rotary, dim = model.model.rotary_emb, attention.head_dim
-    kinds = list(_kinds_of(rotary))
-    found = [_padded(*_frequencies(rotary, kind), dim) for kind in kinds]
+    kinds = list(kinds_of_rotary(rotary))
+    found = [padded_frequencies(*frequencies_of(rotary, kind), dim) for kind in kinds]
     layers = getattr(model.config, "layer_types", None) or [""] * len(watched.turned)
     angles_of = [kinds.index(kind) if kind in kinds else 0 for kind in layers]
     if not all(watched.turned):
@@ -424,7 +441,8 @@ def traits_of(model: Any) -> Traits:
     )
 
 
-def _padded(frequencies: Tensor, scale: float, dim: int) -> tuple[tuple[float, ...], float]:
+def padded_frequencies(frequencies: Tensor, scale: float, dim: int) -> tuple[tuple[float, ...], float]:
+    """The same with zeros for the numbers of a head that are not turned."""
     return (*frequencies.tolist(), *[0.0] * (dim // 2 - frequencies.numel())), scale
 
 

@@ -16,9 +16,9 @@ from draftproof import models
 from draftproof.backends.hf import tensor_parallel as parallel
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.generate import PlainBackend
-from draftproof.backends.hf.snapshots import SnapshotBackend
 from draftproof.backends.lean.backend import LeanBackend, supports
 from draftproof.backends.lean.compiled import CompiledBackend
+from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.loading.adapters import base_of, with_adapter
 from draftproof.backends.loading.language_model import reading_classes, text_part
 from draftproof.backends.loading.options import parse_device, parse_dtype
@@ -33,8 +33,8 @@ BACKENDS = {
     "auto": "lean where the model has a lean forward (on CUDA: compiled), snapshot where it has recurrent layers, "
     "else hf",
     "hf": "transformers' own forward pass",
-    "snapshot": "transformers' own forward pass, for models with recurrent layers (linear attention, convolutions, "
-    "state spaces): their states are kept, and accepted tokens read again where drafts are refused",
+    "snapshot": "for models with recurrent layers (linear attention, convolutions, state spaces): their states are "
+    "kept, and accepted tokens read again where drafts are refused; a forward pass of ours or transformers' own",
     "lean": "ours, for dense decoders: Llama, Mistral, Qwen2, Qwen3, Gemma 3, Phi-3 and others (docs/guide/models.md)",
     "generate": "transformers' own generation step by step, without drafts; auto takes it for targets that cannot be "
     "drafted for",
@@ -47,7 +47,7 @@ ATTENTION = ("eager", "sdpa")  # those that take the masks of trees and ragged b
 Loaded = HFBackend | LeanBackend | PlainBackend
 _BACKENDS: dict[str, Any] = {
     "hf": HFBackend,
-    "snapshot": SnapshotBackend,
+    "snapshot": LeanSnapshotBackend,
     "lean": LeanBackend,
     "generate": PlainBackend,
     "compiled": CompiledBackend,

@@ -19,9 +19,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from draftproof.backends.hf.backend import HFBackend
-from draftproof.backends.hf.snapshots import SnapshotBackend
 from draftproof.backends.lean.layers import Norm, gate_of
-from draftproof.backends.lean.mixture import Mixture
+from draftproof.backends.lean.mixture import Mixture, StoredMixture
+from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.lean.traits import LLAMA, Experts, UnreadError
 from draftproof.backends.loading.gguf_rotary import DIVIDED, FACTORS, longest
 from draftproof.backends.loading.gguf_tensors import FileTensors, end_tokens, experts_of, floats_of, named, single
@@ -29,7 +29,6 @@ from draftproof.backends.loading.options import ACTIVATIONS
 from draftproof.backends.loading.stored_snapshots import StoredBackend, StoredSnapshotBackend, attention_name
 from draftproof.backends.products.packed_linear import StoredProduct, dense, fuse
 from draftproof.backends.products.stored_modules import NativeNorm, StoredEmbedding, StoredGates, StoredLinear
-from draftproof.backends.recurrent.delta_net import follow_evenly
 from draftproof.errors import reason
 from draftproof.models.gguf_file import GGUFFile, generation_config
 from draftproof.native.ggml import StoredMatrix, why_not_joined
@@ -57,11 +56,8 @@ class Source:
 _LAST = Source(("output_norm.weight",))
 
 
-def _delta_nets_evenly(inner: Any) -> None:
-    for layer in inner.layers:
-        for part, each in layer.named_children():
-            if part == "linear_attn":
-                follow_evenly(each)
+def _leave(_: Any) -> None:
+    """Change nothing."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +72,7 @@ class Hybrid:
         mixture: name of the layer's mixture of experts; its shared expert is part of it where it has a share.
         beside: what modules beside the layers are in the file, by name, if the model has them.
         backend: of a model with floats, and of one with few bits.
+        attention: name of its attention in transformers.
         finish: changes the model within, which has its weights.
         spare: names of tensors of layers that a file may have although nothing reads them.
     """
@@ -86,8 +83,9 @@ class Hybrid:
     norm: tuple[str, Source] = ("model.norm", _LAST)
     mixture: str = ""
     beside: Mapping[str, str] = field(default_factory=dict)
-    backend: tuple[type[HFBackend], type[HFBackend]] = (SnapshotBackend, StoredSnapshotBackend)
-    finish: Callable[[Any], None] = _delta_nets_evenly
+    backend: tuple[type[HFBackend], type[HFBackend]] = (LeanSnapshotBackend, StoredSnapshotBackend)
+    attention: Callable[[], str] = lambda: "sdpa"
+    finish: Callable[[Any], None] = _leave
     spare: tuple[str, ...] = ()
 
 
@@ -437,6 +435,7 @@ _HYBRIDS = {
             "per_layer_projection_norm": "per_layer_proj_norm",
         },
         backend=(HFBackend, StoredBackend),
+        attention=attention_name,
         finish=_natively,
         spare=(DIVIDED, "attn_k.weight", "attn_v.weight", "attn_k_norm.weight"),
     ),
@@ -467,22 +466,6 @@ def read_hybrid(
     made = hybrid.backend[tensors.bits is not None](model, name=name, check=check)
     made.facts = replace(made.facts, bits=tensors.bits)
     return made
-
-
-class StoredMixture(nn.Module):
-    """A mixture of experts of few bits.
-
-    Args:
-        mixture: what computes it.
-    """
-
-    def __init__(self, mixture: Mixture) -> None:
-        super().__init__()
-        self._mixture = mixture
-
-    def forward(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
-        """What the experts make of every row."""
-        return self._mixture(x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
 def _layers(file: GGUFFile) -> int:
@@ -535,7 +518,7 @@ class _Filling:
         try:
             config: Any = AutoConfig.for_model(hybrid.kind, **fields)
             with torch.device("meta"):
-                model = kind.from_config(config, dtype=dtype, attn_implementation=attention_name())
+                model = kind.from_config(config, dtype=dtype, attn_implementation=hybrid.attention())
         except Exception as cause:  # whatever transformers raises for numbers that do not belong together
             raise UnreadError(f"transformers makes no model of its metadata ({reason(cause)})") from cause
         self.model = model.eval()

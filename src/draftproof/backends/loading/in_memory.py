@@ -18,11 +18,11 @@ from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.windows import windows_of
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.probe import Probe
-from draftproof.backends.hf.snapshots import SnapshotBackend
 from draftproof.backends.hf.truncate import shallow
 from draftproof.backends.lean.backend import LeanForward, readable_traits
 from draftproof.backends.lean.compiled import forward_of
 from draftproof.backends.lean.layers import Lean
+from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.lean.traits import Traits
 from draftproof.backends.loading.by_name import LEAN_KINDS, suitable
 from draftproof.backends.model_info import ModelInfo
@@ -66,7 +66,7 @@ def backend_in_memory(model: Any, *, backend: str = "auto", name: str | None = N
                 raise
             _log.warning("read by transformers' own forward pass: %s", cause)
             kind = "hf"
-    return (SnapshotBackend if kind == "snapshot" else HFBackend)(twin, name=name, check=check)
+    return (LeanSnapshotBackend if kind == "snapshot" else HFBackend)(twin, name=name, check=check)
 
 
 def _twin(model: Any) -> Any:

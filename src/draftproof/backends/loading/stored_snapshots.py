@@ -7,7 +7,7 @@ that differs can become a difference that is seen. Native attention sums in one 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NoReturn
@@ -19,20 +19,19 @@ from torch import Tensor, nn
 from draftproof import native
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_cache import CacheView, SlotCache
-from draftproof.backends.cache.windows import FULL, RECURRENT, SLIDING
+from draftproof.backends.cache.windows import FULL, SLIDING
 from draftproof.backends.hf.backend import HFBackend
-from draftproof.backends.hf.snapshots import SnapshotBackend
 from draftproof.backends.lean.attention import Heads, NativeAttention, Pass
+from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.products.stored_modules import StoredLinear
-from draftproof.backends.recurrent.states import Group, StateView
 from draftproof.errors import UserError
 from draftproof.native.structures import PassMask
 
 _NAME = "draftproof"
 
 
-class StoredBackend(HFBackend):
-    """A model whose weights have few bits; its config names `attention_name()`."""
+class _StoredWeights(HFBackend):
+    """A model whose weights have few bits; inputs of their products are rounded to 8 bits."""
 
     rounds_inputs = True
 
@@ -60,6 +59,10 @@ class StoredBackend(HFBackend):
         """
         raise UserError(f"the weights of {self.name} cannot be changed: they are the blocks of a .gguf file")
 
+
+class StoredBackend(_StoredWeights):
+    """Such a model that its own modules read; its config names `attention_name()`."""
+
     def _past(self, layout: Layout) -> CacheView:
         return _NewOnly(self._cache, layout.plan)
 
@@ -68,14 +71,11 @@ class StoredBackend(HFBackend):
             return super()._call(layout, view, hidden=hidden)
 
     def _masks(self, layout: Layout) -> dict[str, Tensor | None]:  # noqa: ARG002 - of HFBackend
-        return dict.fromkeys((FULL, SLIDING, *RECURRENT))
+        return dict.fromkeys((FULL, SLIDING))
 
 
-class StoredSnapshotBackend(StoredBackend, SnapshotBackend):
-    """The same with recurrent layers."""
-
-    def _view(self, layout: Layout, groups: Sequence[Group]) -> StateView:
-        return _NewOnlyAndStates(self._cache, layout.plan, groups)
+class StoredSnapshotBackend(_StoredWeights, LeanSnapshotBackend):
+    """Such a model with recurrent layers."""
 
 
 class _NewOnly(CacheView):
@@ -84,10 +84,6 @@ class _NewOnly(CacheView):
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """The new keys and values of a layer (called by attention layers)."""
         return key_states, value_states
-
-
-class _NewOnlyAndStates(_NewOnly, StateView):
-    """The same beside states."""
 
 
 class _Passing:

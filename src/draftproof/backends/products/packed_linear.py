@@ -23,7 +23,7 @@ from draftproof import native
 from draftproof.errors import UserError
 from draftproof.native.ggml import LAYOUTS, GGMLWeight, StoredMatrix, why_not_joined
 from draftproof.native.operations import NEIGHBOURS, Operations
-from draftproof.native.tensors import Interleaved, MeasuredInputs, Quantized
+from draftproof.native.tensors import Interleaved, MeasuredInputs, Plain, Quantized
 from draftproof.triton.choose import installed as triton_is_installed
 
 RESCORED = 64  # largest outputs of a quantized output layer that are computed again with whole weights
@@ -199,6 +199,27 @@ class Product:
         return whole[..., start:stop]
 
 
+class PlainProduct(Product):
+    """A native product with a weight as torch keeps it: nothing is moved or copied.
+
+    Args:
+        weight: contiguous, of a type that has native operations.
+        bias: if there is one.
+    """
+
+    def __init__(self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None) -> None:
+        operations = native.operations_for(weight)
+        assert operations is not None, "the caller looked"
+        self.bias = bias
+        self.layout = "native"
+        self.weight = Plain(weight)
+        self._operations = operations
+
+    def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """The product with every row."""
+        return self._operations.rows_product(x, self.weight.weight, self.bias)
+
+
 class RescoredProduct(Product):
     """A quantized output layer whose largest outputs are computed again with the whole weights.
 
@@ -284,6 +305,11 @@ class Part(nn.Module):
         self.start = start
         self.stop = stop
         self._places = places
+
+    @property
+    def outputs(self) -> Int[Tensor, " part"]:
+        """Which of the product's outputs are the layer's."""
+        return self.start + (torch.arange(self.stop - self.start) if self._places is None else self._places)
 
     @property
     def weight(self) -> Float[Tensor, "out in"]:

@@ -21,6 +21,9 @@ class StoredLinear(Part):
         stop: one more than its last.
         places: which of these each of the layer's outputs is; None where they have the same order.
         inputs: which of the layer's inputs each of the product's is; None where they have the same order.
+
+    Attributes:
+        inputs: as given.
     """
 
     def __init__(
@@ -32,7 +35,7 @@ class StoredLinear(Part):
         inputs: Int[Tensor, " in"] | None = None,
     ) -> None:
         super().__init__(product, start, stop, places)
-        self._inputs = inputs
+        self.inputs = inputs
 
     def __deepcopy__(self, memo: object) -> StoredLinear:
         return self  # nothing changes it
@@ -44,7 +47,7 @@ class StoredLinear(Part):
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The layer's outputs."""
-        return super().forward(x if self._inputs is None else x[..., self._inputs])
+        return super().forward(x if self.inputs is None else x[..., self.inputs])
 
 
 class StoredEmbedding(nn.Module):

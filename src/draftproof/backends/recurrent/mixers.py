@@ -90,9 +90,9 @@ class _Watching(StateView):
         self.width = width
         self._report = report
 
-    def _get(self, key: Key, *, changed: bool = True) -> Tensor | None:
+    def _get(self, key: Key) -> Tensor | None:
         self._report()
-        return super()._get(key, changed=changed)
+        return super()._get(key)
 
     def _put(self, key: Key, state: Tensor) -> None:
         self._report()

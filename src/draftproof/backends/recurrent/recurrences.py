@@ -54,16 +54,10 @@ def follow_passes(mixers: Sequence[nn.Module]) -> None:
         mixers: see `mixers.mixers_of`.
     """
     for kind in {kind for each in mixers for kind in type(each).__mro__ if "forward" in vars(kind)}:
-        names = names_of(vars(kind)["forward"])
+        names: dict[str, Any] = inspect.unwrap(vars(kind)["forward"]).__globals__
         for name, found in list(names.items()):
             if callable(found) and not isinstance(found, Recurrence | _InPasses | StatelessScan):
                 _replace(names, name, found)
-
-
-def names_of(forward: Callable[..., Any]) -> dict[str, Any]:
-    """The names that a layer's forward pass looks up."""
-    found: dict[str, Any] = inspect.unwrap(forward).__globals__
-    return found
 
 
 def _replace(names: dict[str, Any], name: str, found: Callable[..., Any]) -> None:
@@ -102,11 +96,6 @@ def in_pass(view: StateView) -> Iterator[None]:
         yield
     finally:
         _PASS.reset(token)
-
-
-def current_pass() -> StateView | None:
-    """The pass of this thread; None outside."""
-    return _PASS.get()
 
 
 @dataclass(frozen=True)

@@ -124,12 +124,12 @@ class StateView(CacheView):
         """Keep the states that were used since `begin`."""
         self._group.marked |= {key: self._group.now[key] for key in self._touched}
 
-    def _get(self, key: Key, *, changed: bool = True) -> Tensor | None:
+    def _get(self, key: Key) -> Tensor | None:
         found = self._group.now.get(key)
         self._touched.add(key)
         if found is None:
             return None
-        if changed and self._width == 1:  # layers change states in place where they read one token
+        if self._width == 1:  # layers change states in place where they read one token
             found = self._group.now[key] = found.clone()
         return found
 
@@ -145,10 +145,6 @@ class StateView(CacheView):
         """A layer's recurrent state; None before the first token."""
         self.recurrent_state = self._get(Key("recurrent", layer_idx, state_idx))
         return self.recurrent_state
-
-    def unchanged_recurrent_state(self, layer_idx: int) -> Tensor | None:
-        """The same for a layer that changes no state in place."""
-        return self._get(Key("recurrent", layer_idx, 0), changed=False)
 
     def update_conv_state(
         self,

@@ -6,7 +6,10 @@
 #include "parallel.h"
 
 enum { AHEAD = 3584, SMALL = 1 << 16, BLOCK = 512, MOST_DIM = 512, MOST_STATE = 256, MOST_EXPERTS = 1024 };
+enum { MOST_INPUTS = 4, MOST_KERNEL = 8 };
 enum { SILU, GELU, CLAMPED }; /* activations of gates, as ACTIVATIONS of native/operations.py */
+enum { SHORT, DELTA, SCAN };  /* kinds of mixers, as MIXERS of native/structures.py */
+enum { AS_THEY_ARE = 1 };     /* in place of bits: a weight as torch keeps it, as in native/tensors.py */
 
 static parallel_fn parallel = pool_parallel;
 static number_fn thread_number = pool_number, thread_count = pool_count;
@@ -76,9 +79,25 @@ INLINE floats capped(floats x, float cap) {
   return sub(splat(cap), quotient(splat(2.0f * cap), add(twice, splat(1.0f))));
 }
 
+INLINE floats silu(floats x) { return quotient(x, add(splat(1.0f), exponential(sub(zeros(), x)))); }
+
+/* The first place at which a vector lies well. */
+static float *aligned(void *at) { return (float *)(((uintptr_t)at + 63) / 64 * 64); }
+
+/* Sequences that a pass goes on with, one after another: of each the first token, the number of tokens, and after how many of
+   them states are kept too (0: not); and its states in a layer, 0 where there are none: of the convolution [kernel, channels]
+   before the tokens, after those, and after all, then so of the recurrence [heads, dim, size]. */
+enum { STATES = 6 };
+typedef struct {
+  const int64_t *spans;  /* [rows, 3] */
+  void *const *states;   /* [rows, STATES] */
+  long rows, tokens;
+} sequences;
+
 #include "quantize.h"
 #include "ggml.h"
 #include "cache_bytes.h"
+#include "recurrent.h"
 
 /* --- the largest of some numbers --------------------------------------------------------------------------------- */
 
@@ -335,10 +354,6 @@ void draftproof_inverse_cdf(const float *weights, const double *goals, int64_t *
     found[row] = start + first_above(inside, size, goal - (b ? running[b - 1] : 0));
   }
 }
-
-/* --- recurrent layers ---------------------------------------------------------------------------------------------- */
-
-#include "recurrent.h"
 
 /* --- races --------------------------------------------------------------------------------------------------------- */
 

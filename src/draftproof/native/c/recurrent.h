@@ -5,12 +5,22 @@
 
 enum { CHANNELS = 2 }; /* vectors of value channels that go on together */
 
+/* `step`: from one token to the next, in queries, keys and values. */
 typedef struct {
-  const float *queries, *keys, *values, *decays, *betas, *state;
-  float *end, *out;
-  long rows, tokens, key_heads, heads, dim, size, channels; /* channels: of decays, for a head: one, or dim */
+  const float *queries, *keys, *values, *decays, *betas;
+  float *out; /* [tokens, heads, size]; may be `values` */
+  long key_heads, heads, dim, size, channels; /* channels: of decays, for a head: one, or dim */
+  long query_step, key_step, value_step;
   int unit;
 } delta_rule;
+
+/* Tokens of one sequence, and its states [heads, dim, size]: before them or 0, after `mark` of them where that is not 0, and
+   after all. */
+typedef struct {
+  long first, tokens, mark;
+  const float *before;
+  float *root, *end;
+} delta_span;
 
 /* x of the given number of entries, by a factor; of length one before that where `unit` says so. */
 static void scaled_to(float *into, const float *x, long dim, float factor, int unit) {
@@ -26,21 +36,27 @@ static void scaled_to(float *into, const float *x, long dim, float factor, int u
     store_first_float(into + i, dim - i, mul(load_first_float(x + i, dim - i), splat(factor)));
 }
 
-/* Some value channels of a row's head, over all tokens. Sums over key channels are those of even and of odd ones. */
-static void delta_channels(const delta_rule *r, long row, long head, long channel) {
+/* Some value channels of a head, with `here` numbers left, become a part of a state. */
+static void store_channels(float *state, const floats (*block)[CHANNELS], long dim, long size, long here) {
+  for (long i = 0; i < dim; i++)
+#pragma GCC unroll 2
+    for (int c = 0; c < CHANNELS; c++) store_first_float(state + i * size + c * LANES, here - c * LANES, block[i][c]);
+}
+
+/* Some value channels of a sequence's head, over all its tokens. Sums over key channels are those of even and of odd ones. */
+static void delta_channels(const delta_rule *r, const delta_span *s, long head, long channel) {
   const long key_head = head / (r->heads / r->key_heads), here = r->size - channel;
-  const long state = (row * r->heads + head) * r->dim * r->size + channel;
+  const long state = head * r->dim * r->size + channel;
   float key[MOST_STATE] = {0}, query[MOST_STATE] = {0}, decay[MOST_STATE] = {0};
   floats block[MOST_STATE][CHANNELS];
   for (long i = 0; i < r->dim + r->dim % 2; i++)
 #pragma GCC unroll 2
     for (int c = 0; c < CHANNELS; c++)
-      block[i][c] = r->state && i < r->dim
-                        ? load_first_float(r->state + state + i * r->size + c * LANES, here - c * LANES)
-                        : zeros();
-  for (long t = row * r->tokens; t < (row + 1) * r->tokens; t++) {
-    scaled_to(key, r->keys + (t * r->key_heads + key_head) * r->dim, r->dim, 1, r->unit);
-    scaled_to(query, r->queries + (t * r->key_heads + key_head) * r->dim, r->dim,
+      block[i][c] = s->before && i < r->dim ? load_first_float(s->before + state + i * r->size + c * LANES, here - c * LANES)
+                                            : zeros();
+  for (long t = s->first; t < s->first + s->tokens; t++) {
+    scaled_to(key, r->keys + t * r->key_step + key_head * r->dim, r->dim, 1, r->unit);
+    scaled_to(query, r->queries + t * r->query_step + key_head * r->dim, r->dim,
               r->betas ? 1 / sqrtf((float)r->dim) : 1, r->unit);
     const float *logs = r->decays + (t * r->heads + head) * r->channels;
     for (long i = 0; i < r->dim; i += LANES)
@@ -57,7 +73,7 @@ static void delta_channels(const delta_rule *r, long row, long head, long channe
           block[i + odd][c] = mul(block[i + odd][c], splat(decay[i + odd]));
           known[odd][c] = multiply_add(block[i + odd][c], splat(key[i + odd]), known[odd][c]);
         }
-    const float *value = r->values + (t * r->heads + head) * r->size + channel;
+    const float *value = r->values + t * r->value_step + head * r->size + channel;
     float *out = r->out + (t * r->heads + head) * r->size + channel;
 #pragma GCC unroll 2
     for (int c = 0; c < CHANNELS; c++) {
@@ -76,19 +92,29 @@ static void delta_channels(const delta_rule *r, long row, long head, long channe
 #pragma GCC unroll 2
     for (int c = 0; c < CHANNELS; c++)
       store_first_float(out + c * LANES, here - c * LANES, add(made[0][c], made[1][c]));
+    if (t + 1 == s->first + s->mark) store_channels(s->root + state, block, r->dim, r->size, here);
   }
-  for (long i = 0; i < r->dim; i++)
-#pragma GCC unroll 2
-    for (int c = 0; c < CHANNELS; c++)
-      store_first_float(r->end + state + i * r->size + c * LANES, here - c * LANES, block[i][c]);
+  store_channels(s->end + state, block, r->dim, r->size, here);
 }
 
+/* Rows of equally many tokens, with their states one after another. */
+typedef struct {
+  delta_rule rule;
+  const float *state;
+  float *end;
+  long rows, tokens;
+} delta_rows;
+
 static void share_delta_rule(void *given) {
-  const delta_rule *r = given;
-  const long parts = (r->size + CHANNELS * LANES - 1) / (CHANNELS * LANES), all = r->rows * r->heads * parts;
-  const long number = thread_number(), count = thread_count();
-  for (long item = all * number / count; item < all * (number + 1) / count; item++)
-    delta_channels(r, item / parts / r->heads, item / parts % r->heads, item % parts * CHANNELS * LANES);
+  const delta_rows *w = given;
+  const delta_rule *r = &w->rule;
+  const long parts = (r->size + CHANNELS * LANES - 1) / (CHANNELS * LANES), all = w->rows * r->heads * parts;
+  const long number = thread_number(), count = thread_count(), state = r->heads * r->dim * r->size;
+  for (long item = all * number / count; item < all * (number + 1) / count; item++) {
+    const long row = item / parts / r->heads;
+    const delta_span span = {row * w->tokens, w->tokens, 0, w->state ? w->state + row * state : 0, 0, w->end + row * state};
+    delta_channels(r, &span, item / parts % r->heads, item % parts * CHANNELS * LANES);
+  }
 }
 
 /* out [rows, tokens, heads, size] and the state at the end [rows, heads, dim, size], after a state or, where it is 0, after
@@ -98,10 +124,12 @@ static void share_delta_rule(void *given) {
 void draftproof_delta_rule(const float *queries, const float *keys, const float *values, const float *decays,
                            const float *betas, const float *state, float *end, float *out, long rows, long tokens,
                            long key_heads, long heads, long dim, long size, long channels, long unit, long threads) {
-  delta_rule r = {queries, keys,   values,    decays, betas, state, end,      out,
-                  rows,    tokens, key_heads, heads,  dim,   size,  channels, (int)unit};
+  const long step = key_heads * dim;
+  delta_rows w = {{queries, keys, values, decays, betas, out, key_heads, heads, dim, size, channels, step, step,
+                   heads * size, (int)unit},
+                  state, end, rows, tokens};
   if (threads > 1 && rows * heads * tokens * dim * size > SMALL)
-    parallel(share_delta_rule, &r, (unsigned)threads, 0);
+    parallel(share_delta_rule, &w, (unsigned)threads, 0);
   else
-    share_delta_rule(&r);
+    share_delta_rule(&w);
 }

@@ -10,7 +10,7 @@
    rows beside it, nor on how the work is divided. It is rounded once, at the end. */
 
 typedef struct {
-  const ELEM *x, *w, *bias;
+  const ELEM *x, *w, *bias, *onto;
   ELEM *y;
   float *sums; /* [rows, outs] where weights are across */
   const int64_t *groups;
@@ -85,7 +85,7 @@ INLINE void NAME(dots_tile)(const NAME(rows_product) * p, const ELEM *w, const E
   }
 #pragma GCC unroll 8
   for (int m = 0; m < rows; m++)
-    NAME(write)(sums_of_each(each[m]), bias, 0, p->y, row + m, p->outs, out);
+    NAME(write)(sums_of_each(each[m]), bias, p->onto, p->y, row + m, p->outs, out);
 }
 
 typedef void (*NAME(dots_fn))(const NAME(rows_product) *, const ELEM *, const ELEM *, long, long);
@@ -171,17 +171,29 @@ static void NAME(share_across)(void *given) {
   }
 }
 
+static void NAME(multiply_rows)(const NAME(rows_product) * p, long threads) {
+  void (*share)(void *) = p->sums ? NAME(share_across) : NAME(share_dots);
+  if (threads > 1 && p->count * p->outs * p->ins > SMALL)
+    parallel(share, (void *)p, (unsigned)threads, 0);
+  else
+    share((void *)p);
+}
+
 /* y [rows, outs] = x [rows, ins] with each group's weight (+ bias [matrices, outs]), rounded; `groups` is [count, 3]. `sums`
    is working memory of rows * outs numbers where weights are across, else 0. */
 void NAME(draftproof_rows_product)(const ELEM *x, const ELEM *w, const ELEM *bias, ELEM *y, float *sums,
                                    const int64_t *groups, long count, long outs, long ins, long stride, long apart,
                                    long threads) {
-  NAME(rows_product) p = {x, w, bias, y, sums, groups, count, outs, ins, stride, apart};
-  void (*share)(void *) = sums ? NAME(share_across) : NAME(share_dots);
-  if (threads > 1 && count * outs * ins > SMALL)
-    parallel(share, &p, (unsigned)threads, 0);
-  else
-    share(&p);
+  const NAME(rows_product) p = {x, w, bias, 0, y, sums, groups, count, outs, ins, stride, apart};
+  NAME(multiply_rows)(&p, threads);
+}
+
+/* The same with one weight [outs, ins] for all rows (+ onto [rows, outs], rounded again). */
+static void NAME(plain_product)(const ELEM *x, const ELEM *w, const ELEM *bias, const ELEM *onto, ELEM *y, long rows, long outs,
+                                long ins, long threads) {
+  const int64_t all[] = {0, 0, rows};
+  const NAME(rows_product) p = {x, w, bias, onto, y, 0, all, 1, outs, ins, ins, 0};
+  NAME(multiply_rows)(&p, threads);
 }
 
 /* The same with weights of 4 or 8 bits (quantized.h), `apart` bytes from one to the next; `memory` is for the inputs of all

@@ -831,7 +831,8 @@ void NAME(draftproof_attend)(NAME(attention) * a, long threads) {
 /* --- layers ------------------------------------------------------------------------------------------------------ */
 
 typedef struct {
-  const void *weight; /* as `product` reads it, or `quantized_product` where `bits` is not 0; a ggml_matrix where it is below */
+  const void *weight; /* as `product` reads it; or `quantized_product` where `bits` is not 0, `plain_product` where it is
+                         AS_THEY_ARE, and a ggml_matrix where it is below */
   const ELEM *bias;
   long bits, group;
 } NAME(linear);
@@ -840,26 +841,33 @@ static void NAME(apply)(const NAME(linear) * l, const ELEM *x, const ELEM *onto,
                         void *memory, long threads) {
   if (l->bits < 0)
     NAME(draftproof_ggml_product)(x, l->weight, l->bias, onto, y, rows, outs, ins, memory, threads);
+  else if (l->bits == AS_THEY_ARE)
+    NAME(plain_product)(x, l->weight, l->bias, onto, y, rows, outs, ins, threads);
   else if (l->bits)
     NAME(draftproof_quantized_product)(x, l->weight, l->bias, onto, y, rows, outs, ins, l->bits, l->group, memory, threads);
   else
     NAME(draftproof_product)(x, l->weight, l->bias, onto, y, rows, outs, ins, threads);
 }
 
+#include "inputs.h"
 #include "mixture.h"
+#include "mixers.h"
 
 /* The same fields as `LayerArguments` in native/structures.py. */
 typedef struct {
-  NAME(linear) qkv, out, gate_up, down;
+  NAME(inputs) qkv, gate_up; /* qkv: without a product where nothing attends */
+  NAME(linear) out, down;
   const float *before, *mixed, *between, *made; /* scaled norms before attention, of what it made, and so for the gates;
                                                    0 where there is none */
   const float *turned;       /* that of each query and key head, or 0 */
   const float *sinks;        /* of `attention` */
-  const NAME(mixture) *mixture; /* in place of gate_up and down, or 0 */
+  const NAME(mixture) *mixture; /* in place of gate_up and down or, where these have a product, beside them; or 0 */
+  const NAME(mixer) *mixer;     /* in place of attention or beside it, or 0 */
   long size, inner;          /* of hidden states, and of the gated ones */
   long whole, activation;    /* whether all query heads have one norm, and all key heads; of the gates */
+  long gates;                /* of what attention makes, behind queries, keys and values: as many numbers, or 0 */
   float before_least, mixed_least, between_least, made_least, turned_least;
-  float factor;              /* of what is added to x */
+  float out_factor, down_factor; /* of what is added to x */
 } NAME(layer);
 
 static void NAME(norm_heads)(const NAME(layer) * l, const NAME(attention) * a, long token) {
@@ -875,61 +883,89 @@ static void NAME(norm_heads)(const NAME(layer) * l, const NAME(attention) * a, l
 }
 
 /* x + factor norm(y), or without the norm where there is none. */
-static void NAME(join)(const NAME(layer) * l, ELEM *x, ELEM *y, const float *norm, float least, long tokens, long threads) {
-  NAME(join_work) w = {x, y, norm, tokens, l->size, least, l->factor};
-  if (threads > 1 && tokens * l->size > SMALL / 4)
+static void NAME(join)(ELEM *x, ELEM *y, const float *norm, float least, float factor, long tokens, long size, long threads) {
+  NAME(join_work) w = {x, y, norm, tokens, size, least, factor};
+  if (threads > 1 && tokens * size > SMALL / 4)
     parallel(NAME(share_join), &w, (unsigned)threads, 0);
   else
     NAME(join_rows)(&w, 0, tokens);
 }
 
 /* x + product, or x + factor norm(product), which is made in y. */
-static void NAME(apply_onto)(const NAME(layer) * l, const NAME(linear) * by, const ELEM *given, ELEM *x, ELEM *y,
-                             const float *norm, float least, long tokens, long ins, void *memory, long threads) {
-  if (!norm && l->factor == 1.0f) {
-    NAME(apply)(by, given, x, x, tokens, l->size, ins, memory, threads);
+static void NAME(apply_onto)(const NAME(linear) * by, const ELEM *given, ELEM *x, ELEM *y, const float *norm, float least,
+                             float factor, long tokens, long size, long ins, void *memory, long threads) {
+  if (!norm && factor == 1.0f) {
+    NAME(apply)(by, given, x, x, tokens, size, ins, memory, threads);
     return;
   }
-  NAME(apply)(by, given, 0, y, tokens, l->size, ins, memory, threads);
-  NAME(join)(l, x, y, norm, least, tokens, threads);
+  NAME(apply)(by, given, 0, y, tokens, size, ins, memory, threads);
+  NAME(join)(x, y, norm, least, factor, tokens, size, threads);
 }
 
-/* One layer on x [tokens, size], in place, with keys and values stored; fused and out of `a` are set here, in `work`. */
-static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, ELEM *x, ELEM *work, long threads) {
-  const long tokens = a->tokens, heads = a->heads + 2 * a->key_heads, mixed = a->heads * a->dim;
-  ELEM *normed = work, *both, *gated, *rest;
+/* What attention makes of `given` is added to x; `work` is free. */
+static void NAME(attend_onto)(const NAME(layer) * l, NAME(attention) * a, const ELEM *given, ELEM *x, ELEM *work, long threads) {
+  const long tokens = a->tokens, wide = (a->heads + 2 * a->key_heads) * a->dim, mixed = a->heads * a->dim;
+  ELEM *gates, *rest;
   a->sinks = l->sinks;
-  a->fused = normed + tokens * l->size;
-  a->out = a->fused + tokens * heads * a->dim;
-  both = a->out + tokens * mixed;
-  gated = both + tokens * 2 * l->inner;
-  rest = gated + tokens * l->inner;
-  if (l->before) NAME(draftproof_norm)(x, l->before, normed, tokens, l->size, l->before_least, threads);
-  NAME(apply)(&l->qkv, l->before ? normed : x, 0, a->fused, tokens, heads * a->dim, l->size, rest, threads);
+  a->fused = work;
+  a->out = a->fused + tokens * wide;
+  gates = a->out + tokens * mixed;
+  rest = gates + tokens * l->gates;
+  if (l->gates) {
+    const long all = NAME(outs_of)(&l->qkv);
+    NAME(apply_all)(&l->qkv, given, rest, rest + tokens * all, tokens, l->size, threads);
+    NAME(arrange)(rest, a->fused, l->qkv.order, 0, tokens, all, wide, threads);
+    NAME(arrange)(rest, gates, l->qkv.order + wide, 0, tokens, all, l->gates, threads);
+  } else
+    NAME(project)(&l->qkv, given, a->fused, rest, tokens, l->size, threads);
   if (l->turned)
     for (long token = 0; token < tokens; token++) NAME(norm_heads)(l, a, token);
   NAME(draftproof_attend)(a, threads);
-  NAME(apply_onto)(l, &l->out, a->out, x, normed, l->mixed, l->mixed_least, tokens, mixed, rest, threads);
-  if (l->between) NAME(draftproof_norm)(x, l->between, normed, tokens, l->size, l->between_least, threads);
-  if (l->mixture) {
-    NAME(draftproof_mixture)(l->mixture, l->between ? normed : x, normed, tokens, both, threads);
-    NAME(join)(l, x, normed, l->made, l->made_least, tokens, threads);
-    return;
+  for (long i = 0; i < tokens * l->gates; i += LANES) {
+    const long here = tokens * l->gates - i;
+    const floats gate = quotient(splat(1), add(splat(1), exponential(sub(zeros(), NAME(load_first)(gates + i, here)))));
+    NAME(store_first)(a->out + i, here, mul(NAME(load_first)(a->out + i, here), NAME(rounded)(gate)));
   }
-  NAME(apply)(&l->gate_up, l->between ? normed : x, 0, both, tokens, 2 * l->inner, l->size, rest, threads);
-  NAME(draftproof_gated)(both, gated, tokens, l->inner, l->activation, threads);
-  NAME(apply_onto)(l, &l->down, gated, x, normed, l->made, l->made_least, tokens, l->inner, rest, threads);
+  NAME(apply_onto)(&l->out, a->out, x, rest, l->mixed, l->mixed_least, l->out_factor, tokens, l->size, mixed,
+                   rest + tokens * l->size, threads);
 }
 
-/* Layers after one another on x [tokens, size], in place, each with its keys, values and scales; `work` has
-   tokens * (size + 2 (heads + key_heads) dim + 3 inner) elements, and space for quantized inputs and mixtures where there
-   are. */
+/* One layer on x [tokens, size], in place, with keys, values and states stored; fused and out of `a` are set here, in `work`. */
+static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, const sequences *of, ELEM *x, ELEM *work, long threads) {
+  const long tokens = a->tokens;
+  ELEM *normed = work, *made = normed + tokens * l->size, *both = made + tokens * l->size;
+  ELEM *gated = both + tokens * 2 * l->inner, *rest = gated + tokens * l->inner;
+  const ELEM *given = l->before ? normed : x;
+  if (l->before) NAME(draftproof_norm)(x, l->before, normed, tokens, l->size, l->before_least, threads);
+  if (l->mixer) { /* of the same rows as attention, which reads them from `normed` */
+    const ELEM *mixed = NAME(mix_rows)(l->mixer, of, given, both, l->size, threads);
+    void *memory = (ELEM *)mixed + tokens * l->mixer->inner;
+    NAME(apply_onto)(&l->mixer->out, mixed, x, made, 0, 0, l->mixer->factor, tokens, l->size, l->mixer->inner, memory, threads);
+  }
+  if (l->qkv.count) NAME(attend_onto)(l, a, given, x, made, threads);
+  if (l->between) NAME(draftproof_norm)(x, l->between, normed, tokens, l->size, l->between_least, threads);
+  given = l->between ? normed : x;
+  if (l->mixture) {
+    NAME(draftproof_mixture)(l->mixture, given, made, tokens, both, threads);
+    NAME(join)(x, made, l->made, l->made_least, l->down_factor, tokens, l->size, threads);
+    if (!l->gate_up.count) return;
+  }
+  NAME(project)(&l->gate_up, given, both, rest, tokens, l->size, threads);
+  NAME(draftproof_gated)(both, gated, tokens, l->inner, l->activation, threads);
+  NAME(apply_onto)(&l->down, gated, x, made, l->made, l->made_least, l->down_factor, tokens, l->size, l->inner, rest, threads);
+}
+
+/* Layers after one another on x [tokens, size], in place, each with its keys, values and scales, and with the states of its
+   sequences where it keeps some (`states` [count, rows, STATES]); `LayerArguments.work` of structures.py is the size of
+   `work`. */
 void NAME(draftproof_layers)(const NAME(layer) * l, long count, NAME(attention) * a, void *const *keys, void *const *values,
-                             float *const *scales, ELEM *x, ELEM *work, long threads) {
+                             float *const *scales, const int64_t *spans, void *const *states, long rows, ELEM *x, ELEM *work,
+                             long threads) {
   for (long number = 0; number < count; number++) {
+    const sequences of = {spans, states ? states + number * rows * STATES : 0, rows, a->tokens};
     a->keys = keys[number];
     a->values = values[number];
     a->scales = scales[number];
-    NAME(run_layer)(l + number, a, x, work, threads);
+    NAME(run_layer)(l + number, a, &of, x, work, threads);
   }
 }

@@ -1,0 +1,248 @@
+"""What keeps a recurrent state in a layer, for native code: short convolutions, the gated delta rule, state spaces.
+
+Which of them a module of transformers is, its parts say. States have the shapes that transformers' own cache gives
+them, so its modules may go on from them; in memory, channels of a convolution and values of a head are neighbours.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftproof.backends.cache.layout import Layout
+from draftproof.backends.lean.inputs import Joint, address_of, whole_product
+from draftproof.backends.lean.mixture import linear_arguments
+from draftproof.backends.lean.traits import UnreadError, eps_of
+from draftproof.backends.recurrent.states import Key, State
+from draftproof.native.operations import MOST_STATE
+from draftproof.native.structures import MIXERS, MOST_KERNEL, STATES, MixerArguments, Sequences
+
+_NOTHING = ("transformers.activations", "torch.nn.modules.activation")  # of modules without weights
+_RULE = {"conv1d", "out_proj"}
+_NUMBERS = {"A_log", "dt_bias"}
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What a module is made of, as native.c has it.
+
+    Attributes:
+        kind: of MIXERS.
+        convolution: a weight for each channel and each of the last tokens, and biases.
+        inputs: the layers that read hidden states.
+        numbers: sizes and factors, by the names of MixerArguments.
+        tensors: likewise.
+    """
+
+    kind: str
+    convolution: nn.Conv1d
+    inputs: Joint
+    numbers: Mapping[str, int | float]
+    tensors: Mapping[str, Tensor]
+
+
+def _short(module: Any) -> Parts:
+    channels = module.conv.in_channels
+    return Parts(
+        "short", module.conv, Joint.of_modules([module.in_proj]), {"inner": channels, "channels": channels}, {}
+    )
+
+
+def _delta(module: Any) -> Parts:
+    keys, heads = module.num_k_heads, module.num_v_heads
+    sizes = {"key_heads": keys, "heads": heads, "dim": module.head_k_dim, "size": module.head_v_dim, "groups": heads}
+    numbers = {**sizes, "inner": module.value_dim, "channels": module.conv_dim, **_norm(module.norm, module.head_v_dim)}
+    names, order = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), None
+    if hasattr(module, "in_proj_qkvz"):  # of each key head: query, key, values and gates; betas and decays
+        names, each = ("in_proj_qkvz", "in_proj_ba"), heads // keys
+        dim, values = module.head_k_dim, each * module.head_v_dim
+        wide = torch.arange(keys * 2 * (dim + values)).view(keys, -1).split([dim, dim, values, values], 1)
+        few = (wide[-1].max() + 1 + torch.arange(keys * 2 * each)).view(keys, -1).split([each, each], 1)
+        order = torch.cat([part.flatten() for part in (*wide, *few)])
+    weight = module.norm.weight.detach().repeat(heads)
+    inputs = Joint.of_modules([getattr(module, name) for name in names], order)
+    return Parts(
+        "delta", module.conv1d, inputs, numbers, {**_rates(module), "norm": _scaled(weight, module.head_v_dim)}
+    )
+
+
+def _scan(module: Any) -> Parts:
+    inner, norm, groups = module.intermediate_size, getattr(module, "norm", None), 1
+    tensors = {**_rates(module), "skip": module.D.detach().float()}
+    shortest, longest = map(float, module.time_step_limit)
+    if (shortest, longest) != (0.0, float("inf")):
+        raise UnreadError("its steps have limits, which transformers' code for single tokens has not")
+    numbers: dict[str, int | float] = {}
+    if norm is not None and not isinstance(norm, nn.Identity):
+        groups = norm.n_groups if hasattr(norm, "n_groups") else inner // norm.group_size
+        first = not getattr(norm, "norm_before_gate", False)
+        numbers |= {**_norm(norm, inner // groups), "gates_first": int(first)}
+        tensors["norm"] = _scaled(norm.weight.detach(), inner // groups)
+    numbers |= {"inner": inner, "channels": module.conv_dim, "groups": groups, "key_heads": module.n_groups}
+    numbers |= {"heads": module.num_heads, "dim": module.ssm_state_size, "size": module.head_dim}
+    factors = None
+    if "mup_vector" in dict(module.named_buffers()):
+        factors = module.mup_vector.detach().float().flatten() * module.ssm_in_multiplier
+        if module.in_proj.bias is not None and module.ssm_in_multiplier != 1.0:
+            raise UnreadError(f"its {type(module).__name__} has factors of inputs, and biases")
+    return Parts("scan", module.conv1d, Joint.of_modules([module.in_proj], None, factors), numbers, tensors)
+
+
+def _rates(module: Any) -> dict[str, Tensor]:
+    return {"rates": -module.A_log.detach().float().exp(), "steps": module.dt_bias.detach().float()}
+
+
+def _norm(norm: Any, size: int) -> dict[str, int | float]:
+    return {"least": size * eps_of(norm)}
+
+
+def _scaled(weight: Tensor, size: int) -> Tensor:
+    return weight.float() * size**0.5
+
+
+_READERS: tuple[tuple[set[str], Callable[[Any], Parts]], ...] = (
+    ({"conv", "in_proj", "out_proj"}, _short),
+    ({"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm", *_RULE, *_NUMBERS}, _delta),
+    ({"in_proj_qkvz", "in_proj_ba", "norm", *_RULE, *_NUMBERS}, _delta),
+    ({"in_proj", "norm", "D", *_RULE, *_NUMBERS}, _scan),
+    ({"in_proj", "D", *_RULE, *_NUMBERS}, _scan),
+)
+"""Readers of modules by the names of all their parts."""
+
+
+class Mixer:
+    """A module that keeps a recurrent state, read by native code.
+
+    Args:
+        module: of transformers.
+        number: of its layer.
+        factor: of what it adds to the hidden states.
+
+    Attributes:
+        number: as given.
+        arguments: for native.c; they hold addresses of tensors that are kept here.
+        kept: of its states.
+
+    Raises:
+        UnreadError: a part that is not known here.
+    """
+
+    def __init__(self, module: Any, number: int, factor: float) -> None:
+        kinds = {name: type(each) for name, each in module.named_children()}
+        names = {name for name, kind in kinds.items() if kind.__module__ not in _NOTHING and kind is not nn.Identity}
+        names |= {name for name, _ in module.named_parameters(recurse=False)}
+        read = next((read for parts, read in _READERS if parts == names), None)
+        if read is None or getattr(module, "activation", "silu") != "silu":
+            raise UnreadError(f"its {type(module).__name__} has parts that are not known together here")
+        self._parts = parts = read(module)
+        self._out = whole_product(module.out_proj)
+        self.number = number
+        bias, order = parts.convolution.bias, getattr(module.out_proj, "inputs", None)
+        taps = parts.convolution.weight.detach().squeeze(1).t().float().contiguous()
+        found = {"taps": taps, "taps_bias": None if bias is None else bias.detach().float()}
+        self._tensors = {**parts.tensors, **found, "order": None if order is None else order.to(torch.int32)}
+        self.arguments = MixerArguments(
+            kind=MIXERS.index(parts.kind),
+            inputs=parts.inputs.arguments,
+            out=linear_arguments(self._out),
+            kernel=len(taps),
+            **{"factor": factor, "groups": 1, **parts.numbers},
+            **{name: address_of(tensor) for name, tensor in self._tensors.items()},
+        )
+        given = self.arguments
+        if taps.shape[1] != given.channels or given.kernel > MOST_KERNEL or given.dim > MOST_STATE:
+            raise UnreadError(f"its {type(module).__name__} has sizes that native code does not know")
+        conv = Kept(Key("conv", number, 0), (given.kernel, given.channels), parts.convolution.weight.dtype, turned=True)
+        self.kept = [conv]
+        if given.heads:
+            sizes, key = (given.heads, given.dim, given.size), Key("recurrent", number, 0)
+            self.kept.append(Kept(key, sizes, torch.float32, turned=parts.kind == "scan"))
+
+    def __deepcopy__(self, memo: object) -> Mixer:
+        return self  # C has its addresses, and nothing changes it
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A state of a layer.
+
+    Attributes:
+        key: its name.
+        shape: of a sequence's, in memory.
+        dtype: of its numbers.
+        turned: whether transformers has the last two dimensions exchanged.
+    """
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    turned: bool
+
+    @functools.cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Of a sequence's state in transformers' shape."""
+        return self.new(1)[1].stride()[1:]
+
+    def new(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Memory for some sequences, and the same in transformers' shape."""
+        made = torch.empty((rows, *self.shape), dtype=self.dtype)
+        return made, made.transpose(-1, -2) if self.turned else made
+
+    def address(self, tensor: Tensor, row: int, copies: list[Tensor]) -> int:
+        """Where a sequence's state is, among several in transformers' shape; in a new copy if that is needed."""
+        if tensor.dtype == self.dtype and tensor.stride()[1:] == self.strides:
+            return tensor.data_ptr() + row * tensor.stride(0) * tensor.itemsize
+        own = tensor[row].transpose(-1, -2) if self.turned else tensor[row]
+        copies.append(own.to(self.dtype).contiguous())
+        return copies[-1].data_ptr()
+
+
+class PassStates:
+    """The recurrent states of a pass: from where its sequences go on, and what they leave.
+
+    Args:
+        mixers: of the model.
+        layers: number of the model's layers.
+        layout: of the pass; packed.
+        before: the state of each sequence.
+
+    Attributes:
+        sequences: for native.c.
+        end, root: states of all sequences after their tokens, and after their chains.
+        marked: whether each sequence has a state after its chain that is another one than that at its end.
+    """
+
+    def __init__(self, mixers: Sequence[Mixer], layers: int, layout: Layout, before: Sequence[State | None]) -> None:
+        chains = [len(feed.tokens) for feed in layout.feeds]
+        sizes, rows = layout.plan.widths, len(chains)
+        marks = [chain if 0 < chain < size else 0 for chain, size in zip(chains, sizes, strict=True)]
+        self.marked = [mark > 0 for mark in marks]
+        self.end: dict[Key, Tensor] = {}
+        self.root: dict[Key, Tensor] = {}
+        self._copies = list[Tensor]()
+        addresses = [0] * (layers * rows * STATES)
+        for mixer in mixers:
+            for place, kept in enumerate(mixer.kept):
+                first = mixer.number * rows * STATES + 3 * place
+                of = [first + row * STATES for row in range(rows)]
+                for at, state in zip(of, before, strict=True):
+                    if state is not None:
+                        addresses[at] = kept.address(state.tensors[kept.key], state.row, self._copies)
+                ends = self._made(kept, self.end, rows)
+                roots = self._made(kept, self.root, rows) if any(marks) else ends
+                for at, mark, root, end in zip(of, marks, roots, ends, strict=True):
+                    addresses[at + 1] = root if mark else 0
+                    addresses[at + 2] = end
+        self.sequences = Sequences(list(zip(layout.starts, sizes, marks, strict=True)), addresses)
+
+    @staticmethod
+    def _made(kept: Kept, into: dict[Key, Tensor], rows: int) -> range:
+        """Make new states; where each sequence's is."""
+        made, into[kept.key] = kept.new(rows)
+        step = made.stride(0) * made.itemsize
+        return range(made.data_ptr(), made.data_ptr() + rows * step, step)
