@@ -231,8 +231,4 @@ class LeanBackend(LeanForward):
         kinds = getattr(model.config, "layer_types", None)
         super().__init__(facts, Lean(model, self.windows, traits, kinds, pack=pack))
         if self.probe is not None:
-            self._get_ready()
             self.probe.check(self, beyond=False)
-
-    def _get_ready(self) -> None:
-        """Called before the first pass."""

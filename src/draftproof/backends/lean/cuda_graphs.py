@@ -47,8 +47,8 @@ class Graphs:
     lengths.
 
     Args:
-        run: takes `ids, cos, sin, masks, slots, places, keys, values`, as `compiled.Program` passes them. It may write
-            to keys and values only, the same whenever it is repeated, and may not wait for the device.
+        run: takes `ids, cos, sin, masks, slots, places, keys, values`, as `RecordedPasses` passes them. It may write to
+            keys and values only, the same whenever it is repeated, and may not wait for the device.
     """
 
     def __init__(self, run: Run) -> None:

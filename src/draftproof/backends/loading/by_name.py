@@ -18,7 +18,7 @@ from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.generate import PlainBackend
 from draftproof.backends.hf.snapshots import SnapshotBackend
 from draftproof.backends.lean.backend import LeanBackend, supports
-from draftproof.backends.lean.compiled import CompiledBackend
+from draftproof.backends.lean.graph_backend import GraphBackend
 from draftproof.backends.loading.adapters import base_of, with_adapter
 from draftproof.backends.loading.language_model import reading_classes, text_part
 from draftproof.backends.loading.options import parse_device, parse_dtype
@@ -30,7 +30,7 @@ from draftproof.models.download import INSTALL_GGUF
 from draftproof.models.gguf_file import GGUFFile, generation_config, is_gguf
 
 BACKENDS = {
-    "auto": "lean where the model has a lean forward (on CUDA: compiled), snapshot where it has recurrent layers, "
+    "auto": "lean where the model has a lean forward (on CUDA: graphs), snapshot where it has recurrent layers, "
     "else hf",
     "hf": "transformers' own forward pass",
     "snapshot": "transformers' own forward pass, for models with recurrent layers (linear attention, convolutions, "
@@ -38,11 +38,10 @@ BACKENDS = {
     "lean": "ours, for dense decoders: Llama, Mistral, Qwen2, Qwen3, Gemma 3, Phi-3 and others (docs/guide/models.md)",
     "generate": "transformers' own generation step by step, without drafts; auto takes it for targets that cannot be "
     "drafted for",
-    "compiled": "lean through torch.compile, which takes minutes in each process (docs/log.md says what it gains); "
-    "on CUDA lean by CUDA graphs",
+    "graphs": "lean on CUDA, its passes recorded as CUDA graphs",
 }
 
-LEAN_KINDS = (LeanBackend.kind, CompiledBackend.kind)  # a lean forward takes its model apart
+LEAN_KINDS = (LeanBackend.kind, GraphBackend.kind)  # a lean forward takes its model apart
 ATTENTION = ("eager", "sdpa")  # those that take the masks of trees and ragged batches
 Loaded = HFBackend | LeanBackend | PlainBackend
 _BACKENDS: dict[str, Any] = {
@@ -50,9 +49,9 @@ _BACKENDS: dict[str, Any] = {
     "snapshot": SnapshotBackend,
     "lean": LeanBackend,
     "generate": PlainBackend,
-    "compiled": CompiledBackend,
+    "graphs": GraphBackend,
 }
-_RENAMED = {"plain": "generate"}  # names of the version before, which still work, with a warning
+_RENAMED = {"plain": "generate", "compiled": "graphs"}  # names of the version before, which still work, with a warning
 _log = logging.getLogger(__name__)
 
 
@@ -214,7 +213,7 @@ def _plainly(model: Any, source: str, cause: UserError, *, check: bool) -> Plain
 def suitable(model: Any) -> str:
     """The backend that `auto` takes for a loaded model."""
     if supports(model) is None:
-        return CompiledBackend.kind if model.device.type == "cuda" else LeanBackend.kind
+        return GraphBackend.kind if model.device.type == "cuda" else LeanBackend.kind
     return "snapshot" if mixers_of(model) else "hf"
 
 

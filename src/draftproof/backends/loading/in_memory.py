@@ -21,7 +21,7 @@ from draftproof.backends.hf.probe import Probe
 from draftproof.backends.hf.snapshots import SnapshotBackend
 from draftproof.backends.hf.truncate import shallow
 from draftproof.backends.lean.backend import LeanForward, readable_traits
-from draftproof.backends.lean.compiled import forward_of
+from draftproof.backends.lean.graph_backend import forward_of
 from draftproof.backends.lean.layers import Lean
 from draftproof.backends.lean.traits import Traits
 from draftproof.backends.loading.by_name import LEAN_KINDS, suitable
