@@ -205,12 +205,6 @@ def pull(
     The directory appears whole or not at all; `provenance.json` in it says where the weights come from. Where another
     process pulls the same model, this waits for it and downloads nothing.
 
-    Args:
-        name: of REGISTRY.
-        offline: as for `obtain`.
-        report: as for `obtain`.
-        progress: as for `obtain`.
-
     Raises:
         UserError: an unknown name, a download that is forbidden or failed, no gguf support, or a file with another
             checksum.

@@ -64,11 +64,7 @@ class Packaged:
 
 
 def refuse_without_gguf(entry: Packaged) -> None:
-    """Refuse to go on where a package that reads GGUF files, or by which transformers converts them, is missing.
-
-    Raises:
-        UserError: naming the package and the command that installs it.
-    """
+    """Refuse to go on where a package that reads GGUF files, or by which transformers converts them, is missing."""
     does = "converting" if entry.converted else "reading"
     for module in ("gguf", "accelerate") if entry.converted else ("gguf",):
         if find_spec(module) is None:

@@ -153,11 +153,7 @@ def choose(name: str | None = None) -> list[Level]:
 
 
 def level_named(name: str) -> Level:
-    """The level with a name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The level with a name."""
     found = next((level for level in LEVELS if level.name == name), None)
     if found is None:
         raise UserError(f"expected a level of {', '.join(level.name for level in LEVELS)}, got {name!r}")
@@ -184,12 +180,7 @@ def _tiles_allowed() -> bool:
 
 
 def load_best(levels: list[Level]) -> tuple[Level, ctypes.CDLL]:
-    """Load the first of some levels that can be loaded: an old compiler may know only the later ones.
-
-    Raises:
-        UnavailableError: none could, for want of a C compiler.
-        UserError: none could, with the reasons.
-    """
+    """Load the first of some levels that can be loaded: an old compiler may know only the later ones."""
     failures: list[UserError] = []
     for level in levels:
         try:
@@ -275,11 +266,7 @@ def _digest(level: Level) -> str:
 
 
 def build(level: Level) -> tuple[str, bytes]:
-    """Build a library: its name, which contains the hash of its content, and the content.
-
-    Raises:
-        UnavailableError, UserError: as `compile_library`.
-    """
+    """Build a library: its name, which contains the hash of its content, and the content."""
     with tempfile.TemporaryDirectory(prefix="draftproof-") as passing:
         built = Path(passing) / "library.so"
         compile_library(built, level)
@@ -291,12 +278,6 @@ def compile_library(
     out: Path, level: Level, *, extra: tuple[str, ...] = (), compilers: Sequence[list[str]] | None = None
 ) -> None:
     """Compile the library of a level with the first C compiler that can.
-
-    Args:
-        out: the file to write.
-        level: of the processors that it is for.
-        extra: further flags for the compiler.
-        compilers: commands to try; None for those of this machine.
 
     Raises:
         UnavailableError: no C compiler was found.

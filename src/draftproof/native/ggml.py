@@ -27,7 +27,6 @@ class GGMLType:
     """One of ggml's types of blocks.
 
     Attributes:
-        name: as in ggml.
         elements: numbers of a block in a file.
         size: its bytes there.
         piece: inputs of a piece in C's order; others are padded.
@@ -91,9 +90,6 @@ class StoredMatrix:
 
     Attributes:
         content: its bytes, in memory or in the map of a file.
-        outs: number of outputs.
-        ins: number of inputs.
-        type: a key of LAYOUTS.
         dtype: of what products make.
         rows: which stored row each output is; None where they are in order.
         release: lets the pages of the file go that hold it, to be read again where they are needed; None where the
@@ -152,13 +148,7 @@ def repacked_shape(outs: int, ins: int, kind: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Neighbouring outputs of a weight, of one type.
-
-    Attributes:
-        blocks: in C's order.
-        outs: their number.
-        type: a key of LAYOUTS.
-    """
+    """Neighbouring outputs of a weight, of one type."""
 
     blocks: UInt8[Tensor, "blocks bytes"]
     outs: int
@@ -224,9 +214,7 @@ class GGMLWeight:
     def joined(cls, parts: Sequence[GGMLWeight], matrices: int = 1) -> GGMLWeight:
         """Several weights with the same inputs as one, or as several of one form; `why_not_joined` must be None.
 
-        Args:
-            parts: the weights.
-            matrices: how many matrices each part holds, behind one another.
+        Each part holds so many `matrices` behind one another.
         """
         segments = (replace(each, outs=each.outs // matrices) for part in parts for each in part.segments)
         return cls(tuple(segments), parts[0].ins, matrices)

@@ -41,11 +41,7 @@ def _checked_groups(groups: Sequence[tuple[int, int, int]], matrices: int, rows:
 
 
 def _require_same_layouts(sizes: Any) -> None:
-    """Check that C knows every layout, and by the same sizes: it writes repacked matrices into memory made here.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Check that C knows every layout, and by the same sizes: it writes repacked matrices into memory made here."""
     for kind, layout in LAYOUTS.items():
         found = (ctypes.c_int64 * 5)()
         expected = layout.elements, layout.size, layout.piece, layout.piece_size, INPUTS.index(layout.inputs)
@@ -54,13 +50,7 @@ def _require_same_layouts(sizes: Any) -> None:
 
 
 class Operations:
-    """The functions of the library for rows of one type.
-
-    Args:
-        library: the loaded library.
-        dtype: of the rows.
-        level: the level of processors that the library was built for.
-    """
+    """The functions of the library for rows of one type."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, level: str) -> None:
         self.dtype = dtype
@@ -124,11 +114,7 @@ class Operations:
         bias: Float[Tensor, " out"] | None = None,
         onto: Float[Tensor, "*rows out"] | None = None,
     ) -> Float[Tensor, "*rows out"]:
-        """x W^T + b, summed in float32 and rounded once; if `onto` is given, added to it and rounded again.
-
-        Raises:
-            ValueError: an argument of another type, device or shape.
-        """
+        """x W^T + b, summed in float32 and rounded once; if `onto` is given, added to it and rounded again."""
         ins, outs = weight.ins, weight.outs
         require("weight", weight.blocks, self.dtype, Interleaved.shape(outs, weight.ins, self._unit))
         x, y, tensors = self._rows(x, weight, bias, onto)
@@ -158,16 +144,9 @@ class Operations:
     ) -> Float[Tensor, "*rows out"]:
         """x W^T + b with weights as torch keeps them, for few rows; summed in float32 and rounded once.
 
-        Args:
-            x: of the weight's type.
-            weight: one matrix, or several; outputs or inputs are neighbours in memory (a transposed view has the
-                latter).
-            bias: of each matrix.
-            groups: the number of a matrix, the first row that it multiplies, and the number of rows; by default the
-                only matrix multiplies all of them. Rows of no group have undefined outputs.
-
-        Raises:
-            ValueError: an argument of another type, device or shape, or a group out of range.
+        Of one matrix or several, outputs or inputs are neighbours in memory (a transposed view has the latter). A group
+        is the number of a matrix, the first row that it multiplies, and the number of rows; by default the only matrix
+        multiplies all of them. Rows of no group have undefined outputs.
         """
         x, (outs, ins) = x.contiguous(), weight.shape[-2:]
         matrices, rows = (weight.shape[0] if weight.dim() == 3 else 1), x.numel() // max(ins, 1)
@@ -205,14 +184,7 @@ class Operations:
     def quantize(self, weight: Interleaved, bits: int, group: int, inputs: MeasuredInputs | None = None) -> Quantized:
         """Quantize a weight: in each group the best of several ranges, by squared error.
 
-        Args:
-            weight: of the rows' type.
-            bits: of STORED_BITS.
-            group: of GROUPS.
-            inputs: what is known of them; by default the errors of all weights count alike.
-
-        Raises:
-            ValueError: a weight of another type, bits or a group that are not supported, or inputs of another number.
+        By default the errors of all weights count alike.
         """
         require_quantizable(bits, group)
         ins = weight.ins
@@ -239,11 +211,7 @@ class Operations:
         bias: Float[Tensor, " out"] | None = None,
         onto: Float[Tensor, "*rows out"] | None = None,
     ) -> Float[Tensor, "*rows out"]:
-        """`product` with a quantized weight; inputs are quantized to 8 bits, with a scale for each group of a row.
-
-        Raises:
-            ValueError: an argument of another type, device or shape.
-        """
+        """`product` with a quantized weight; inputs are quantized to 8 bits, with a scale for each group of a row."""
         ins, outs, bits, group = weight.ins, weight.outs, weight.bits, weight.group
         require_quantizable(bits, group)
         require("weight", weight.blocks, torch.uint8, Quantized.shape(outs, ins, bits, group))
@@ -261,11 +229,7 @@ class Operations:
         bias: Float[Tensor, "matrices out"] | None,
         groups: Sequence[tuple[int, int, int]],
     ) -> Float[Tensor, "rows out"]:
-        """`rows_product` with several quantized weights.
-
-        Raises:
-            ValueError: an argument of another type, device or shape, or a group out of range.
-        """
+        """`rows_product` with several quantized weights."""
         x, ins, outs, bits, group = x.contiguous(), weight.ins, weight.outs, weight.bits, weight.group
         require_quantizable(bits, group)
         matrices = len(weight.blocks)
@@ -282,11 +246,7 @@ class Operations:
         return y
 
     def mixture(self, x: Float[Tensor, "tokens size"], given: MixtureArguments) -> Float[Tensor, "tokens size"]:
-        """What a mixture of experts makes of rows.
-
-        Raises:
-            ValueError: rows of another type, device or size.
-        """
+        """What a mixture of experts makes of rows."""
         x, tokens = x.contiguous(), len(x)
         require("x", x, self.dtype, (tokens, given.size))
         y, work = torch.empty_like(x), torch.empty(given.work(tokens), dtype=self.dtype)
@@ -301,11 +261,7 @@ class Operations:
         bias: Float[Tensor, " out"] | None = None,
         onto: Float[Tensor, "*rows out"] | None = None,
     ) -> Float[Tensor, "*rows out"]:
-        """`product` with a weight of few bits, whose layouts say how inputs are rounded (`ggml.INPUTS`).
-
-        Raises:
-            ValueError: an argument of another type, device or shape.
-        """
+        """`product` with a weight of few bits, whose layouts say how inputs are rounded (`ggml.INPUTS`)."""
         x, (outs, ins) = x.contiguous(), (weight.outs, weight.ins)
         require("x", x, self.dtype, (*x.shape[:-1], ins))
         if bias is not None:
@@ -329,11 +285,7 @@ class Operations:
         return GGMLWeight((Segment(blocks, matrix.outs, matrix.type),), matrix.ins)
 
     def ggml_rows(self, matrix: StoredMatrix, ids: Int[Tensor, "*some"]) -> Float[Tensor, "*some in"]:
-        """Rows of a stored matrix, in this type.
-
-        Raises:
-            ValueError: a row that is not there.
-        """
+        """Rows of a stored matrix, in this type."""
         ids = ids.to(torch.int64).contiguous()
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < matrix.outs:
             raise ValueError(f"rows {ids.flatten().tolist()[:3]}... are not all of 0 to {matrix.outs - 1}")
@@ -361,9 +313,6 @@ class Operations:
             weight: plain, or in C's order.
             bias: added to each row.
             count: of the entries of a row, at most as many as there are.
-
-        Raises:
-            ValueError: an argument of another type, device or shape.
         """
         x, (outs, ins) = x.contiguous(), (logits.shape[-1], x.shape[-1])
         blocked = isinstance(weight, Interleaved)
@@ -390,11 +339,7 @@ class Operations:
     def norm(
         self, x: Float[Tensor, "*rows dim"], scaled: Float32[Tensor, " dim"], least: float
     ) -> Float[Tensor, "*rows dim"]:
-        """x scaled / sqrt(sum x^2 + least) of each row.
-
-        Raises:
-            ValueError: an argument of another type, device or shape.
-        """
+        """x scaled / sqrt(sum x^2 + least) of each row."""
         x, dim = x.contiguous(), x.shape[-1]
         require("x", x, self.dtype)
         require("scaled", scaled, torch.float32, (dim,))
@@ -404,11 +349,7 @@ class Operations:
         return y
 
     def gated(self, x: Float[Tensor, "*rows both"], activation: str = "silu") -> Float[Tensor, "*rows dim"]:
-        """act(gate) up, where each row holds gate and up; the activation is one of ACTIVATIONS.
-
-        Raises:
-            ValueError: rows of another type or device, or of an odd width.
-        """
+        """act(gate) up, where each row holds gate and up; the activation is one of ACTIVATIONS."""
         x, dim = x.contiguous(), x.shape[-1] // 2
         require("x", x, self.dtype, (*x.shape[:-1], 2 * dim))
         y = x.new_empty((*x.shape[:-1], dim))
@@ -438,9 +379,6 @@ class Operations:
                 replaced, as in a state space (arXiv 2405.21060, equation 1).
             state: to begin with; zeros by default. It is not changed.
             unit: queries and keys are first brought to length one.
-
-        Raises:
-            ValueError: an argument of another type, device or shape, or keys wider than MOST_DIM.
         """
         (rows, tokens, key_heads, dim), (heads, size) = keys.shape, values.shape[2:]
         if not 1 <= dim <= MOST_DIM or not key_heads or heads % key_heads:
@@ -483,9 +421,6 @@ class Operations:
             keys: the layer's buffer, of the shape that `given` was made with; int8 where there are scales.
             values: likewise.
             scales: of 8-bit keys, and behind them of values.
-
-        Raises:
-            ValueError: an argument of another type, device or shape.
         """
         tokens, heads = given.tokens, given.heads + 2 * given.key_heads
         require("fused", fused, self.dtype, (tokens, heads, given.dim))
@@ -517,17 +452,10 @@ class Operations:
         buffers: tuple[ctypes.Array[ctypes.c_void_p], ...],
         work: Float[Tensor, " elements"],
     ) -> None:
-        """Run decoder layers one after another.
+        """Run decoder layers one after another; x is overwritten by the last layer's output.
 
-        Args:
-            weights: of each layer.
-            x: hidden states; contiguous, overwritten by the last layer's.
-            given: the arguments of attention.
-            buffers: addresses of each layer's keys, of its values, and of its scales.
-            work: working memory; `LayerArguments.work` returns its size.
-
-        Raises:
-            ValueError: an argument of another type, device or shape.
+        Buffers are addresses of each layer's keys, of its values, and of its scales; `LayerArguments.work` returns the
+        size of working memory.
         """
         require("x", x, self.dtype, (given.tokens, weights[0].size))
         require("work", work, self.dtype)
@@ -542,11 +470,7 @@ class Operations:
     # --- rows of scores and of probabilities ------------------------------------------------------------------------
 
     def softmax(self, x: Float32[Tensor, "*rows dim"]) -> Float32[Tensor, "*rows dim"]:
-        """Softmax of each row, in new memory.
-
-        Raises:
-            ValueError: rows of another type or device.
-        """
+        """Softmax of each row, in new memory."""
         x = x.contiguous()
         require("x", x, torch.float32)
         y, dim = torch.empty_like(x), x.shape[-1]
@@ -554,11 +478,7 @@ class Operations:
         return y
 
     def greedy(self, x: Float32[Tensor, "*rows dim"]) -> Float32[Tensor, "*rows dim"]:
-        """1 at the first largest entry of each row, 0 elsewhere, in new memory.
-
-        Raises:
-            ValueError: rows of another type or device.
-        """
+        """1 at the first largest entry of each row, 0 elsewhere, in new memory."""
         x = x.contiguous()
         require("x", x, torch.float32)
         y, dim = torch.empty_like(x), x.shape[-1]
@@ -566,11 +486,7 @@ class Operations:
         return y
 
     def legal(self, x: Float[Tensor, "*rows dim"]) -> bool:
-        """Whether no entry is NaN or +inf, and no row all -inf.
-
-        Raises:
-            ValueError: rows of another type or device.
-        """
+        """Whether no entry is NaN or +inf, and no row all -inf."""
         x, dim = x.contiguous(), x.shape[-1]
         require("x", x, self.dtype)
         return bool(self._legal(x.data_ptr(), x.numel() // max(dim, 1), dim))
@@ -578,11 +494,7 @@ class Operations:
     def spread(
         self, x: Float32[Tensor, "rows width"], ids: Int[Tensor, " width"], dim: int
     ) -> Float32[Tensor, "rows dim"]:
-        """Rows of width `dim` with x at the columns `ids`, which all differ, and zeros elsewhere.
-
-        Raises:
-            ValueError: an argument of another type, device or shape, or a column out of range.
-        """
+        """Rows of width `dim` with x at the columns `ids`, which all differ, and zeros elsewhere."""
         x, (rows, width) = x.contiguous(), x.shape
         require("x", x, torch.float32)
         ids = ids.to(torch.int64).contiguous()
@@ -600,9 +512,6 @@ class Operations:
         lengths: Int[Tensor, " B"],
     ) -> tuple[Float64[Tensor, "B n"], Float64[Tensor, "B n"]]:
         """P_i and h_i of block verification; see `functional.chain.block_acceptance`.
-
-        Raises:
-            ValueError: an argument of another type, device or shape, or lengths or tokens out of range.
 
         Source: Block Verification, arXiv 2403.10444, Algorithm 2.
         """
@@ -628,18 +537,7 @@ class Operations:
         scale: float,
         out: Float32[Tensor, " V"],
     ) -> None:
-        """Write max(scale p - q, 0) to `out`, or p if that is 0 everywhere.
-
-        Args:
-            p: the target's row.
-            q: the draft's row; None is a point mass on `drafted`.
-            drafted: the drafted token.
-            scale: factor of p.
-            out: the row to write.
-
-        Raises:
-            ValueError: an argument of another type, device or shape.
-        """
+        """Write max(scale p - q, 0) to `out`, or p if that is 0 everywhere."""
         require("p", p, torch.float32)
         require("out", out, torch.float32, p.shape)
         if q is not None:
@@ -648,11 +546,7 @@ class Operations:
         self._residual(p.data_ptr(), given, drafted, scale, out.data_ptr(), p.shape[-1])
 
     def inverse_cdf(self, weights: Float32[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
-        """The first index of each row whose cumulative weight exceeds u times the total; see `rng.inverse_cdf`.
-
-        Raises:
-            ValueError: an argument of another type, device or shape.
-        """
+        """The first index of each row whose cumulative weight exceeds u times the total; see `rng.inverse_cdf`."""
         weights, goals = weights.contiguous(), u.to(torch.float64).contiguous()
         require("weights", weights, torch.float32)
         require("u", goals, torch.float64, weights.shape[:-1])
@@ -664,11 +558,7 @@ class Operations:
         return found
 
     def race(self, weights: Float32[Tensor, "*rows vocab"], keys: Int64[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
-        """The index of each row that is first in an exponential race; see `noise.first_arrival`.
-
-        Raises:
-            ValueError: an argument of another type, device or shape.
-        """
+        """The index of each row that is first in an exponential race; see `noise.first_arrival`."""
         weights, keys = weights.contiguous(), keys.contiguous()
         require("weights", weights, torch.float32)
         require("keys", keys, torch.int64, weights.shape[:-1])

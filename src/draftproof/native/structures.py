@@ -106,14 +106,8 @@ class AttentionArguments(ctypes.Structure):
     ) -> AttentionArguments:
         """Make the structure from tensors.
 
-        Args:
-            cos: of each token, contiguous in the last dimension.
-            sin: the same, with the sign of `rotate_half` and cos's stride.
-            shape: of the buffers of keys and of values, [slots, key heads, capacity, dim].
-            mask: of this pass.
-            heads: query heads; neighbours share a key head.
-            scale: of scores.
-            cap: soft limit of scores (cap tanh(score / cap)); 0 for none.
+        Angles are contiguous in the last dimension, sines with the sign of `rotate_half`; `shape` is that of the
+        buffers of keys and of values, [slots, key heads, capacity, dim]; neighbouring query heads share a key head.
 
         Raises:
             ValueError: shapes that do not fit together; C would read past an end.

@@ -20,14 +20,7 @@ CPU = torch.device("cpu")
 def require(
     name: str, found: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None, *, packed: bool = True
 ) -> None:
-    """Check that C can read a tensor.
-
-    Args:
-        name: name of the argument, for the error.
-        found: the tensor.
-        dtype: the required type.
-        shape: the required shape; None for any.
-        packed: whether it must be contiguous.
+    """Check that C can read a tensor; None stands for any shape.
 
     Raises:
         ValueError: with the argument's name, what it is and what it must be.
@@ -42,11 +35,7 @@ def require(
 
 
 def require_quantizable(bits: int, group: int) -> None:
-    """Check that C has products of such a quantized weight.
-
-    Raises:
-        ValueError: other bits than STORED_BITS, or other groups than GROUPS.
-    """
+    """Check that C has products of such a quantized weight."""
     if bits not in STORED_BITS or group not in GROUPS:
         raise ValueError(f"expected bits of {STORED_BITS} in groups of {GROUPS}, got {bits} bits in groups of {group}")
 
@@ -57,8 +46,6 @@ class Interleaved:
 
     Attributes:
         blocks: [outputs / 16, inputs / unit, 16, unit]; outputs and inputs are padded with zeros.
-        outs: number of outputs.
-        ins: number of inputs.
     """
 
     blocks: Float[Tensor, "blocks units lanes unit"]
@@ -114,10 +101,6 @@ class Quantized:
 
     Attributes:
         blocks: [outputs / 16, bytes]; outputs and inputs are padded. With one dimension more, several weights.
-        outs: number of outputs.
-        ins: number of inputs.
-        bits: of a number, one of STORED_BITS.
-        group: inputs of a group.
         lost: mean of what the outputs lack, where the mean of the inputs was known.
     """
 

@@ -25,13 +25,7 @@ _PERIOD = 32  # after so many tokens the prompt repeats, so that lookup drafters
 
 @dataclass(frozen=True)
 class Workload:
-    """The batch that is run.
-
-    Attributes:
-        batch: requests decoded together.
-        prompt_tokens: length of each prompt.
-        new_tokens: to generate for each.
-    """
+    """The batch that is run."""
 
     batch: int = 1
     prompt_tokens: int = 128

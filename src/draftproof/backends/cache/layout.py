@@ -22,14 +22,10 @@ class Layout:
     """The tensors of one forward pass over ragged feeds: rows padded to the longest, or packed one after another.
 
     Args:
-        feeds: of different sessions.
-        device: of the tensors.
         packed: whether all tokens are one row, without padding.
 
     Attributes:
         ids, positions: [rows, width], padded on the right; [1, tokens] where packed.
-        chains: the chain tokens of each feed as a tensor.
-        plan: where keys and values are written in the slot cache.
         sizes: columns of each feed, with padding.
         layers: numbers of the layers whose hidden states are to be taken: 0 before the first layer, i after layer i.
         taken: their hidden states [rows, width, dim], put there by the forward pass.

@@ -54,7 +54,6 @@ class Cells(NamedTuple):
     """Where the tokens of a forward pass are written, as tensors on the device of a buffer.
 
     Attributes:
-        rows: slot of each row.
         slots, positions: of each token, rows after one another.
         source: index of each among the padded tokens; None where there is no padding.
     """
@@ -132,7 +131,6 @@ class SlotCache:
         rounds: whether keys and values are stored in 8 bits (`rounding`).
 
     Attributes:
-        rounds: as given.
         lock: must be held to read, write or grow buffers: C code uses their memory without Python's own lock.
         pinned: whether buffers shall move as seldom as possible, because programs were recorded with their addresses:
             the capacity grows by doubling then, and never shrinks.
@@ -419,13 +417,9 @@ class SlotCache:
         return [each[first:end] for each in keys], [each[first:end] for each in values]
 
     def buffers(self, layer: int, heads: int, dim: int, like: Tensor) -> Stored:
-        """A layer's buffers, for callers that follow a write plan themselves.
+        """A layer's buffers, for callers that follow a write plan.
 
-        Args:
-            layer: its number.
-            heads: key heads.
-            dim: of each.
-            like: a tensor of the keys' dtype, where they are not rounded, and on their device.
+        `like` has the dtype of keys where they are not rounded, and is on their device.
         """
         numbers = like.new_empty(0, dtype=torch.int8) if self.rounds else like
         keys, values = (self._fit(store, layer, heads, dim, numbers) for store in (self._keys, self._values))
@@ -469,13 +463,7 @@ class SlotCache:
 
     @torch.inference_mode()
     def gather(self, slot: int, base: int, positions: Sequence[int]) -> None:
-        """Move the entries at `positions` of a slot to base, base + 1, ... in every layer.
-
-        Args:
-            slot: of the sequence.
-            base: the first position to write.
-            positions: ascending, none below `base`.
-        """
+        """Move entries of a slot, ascending and none below `base`, to base, base + 1, ... in every layer."""
         indices: dict[tuple[int, torch.device], Tensor] = {}  # a copy to a device for each layer would take longer
         for buffer in self._buffers_with(slot):
             there = bisect.bisect_left(positions, buffer.shape[2])
@@ -493,8 +481,6 @@ class CacheView:
     and mask are passed explicitly.
 
     Args:
-        cache: the cache.
-        plan: of the pass.
         counts: whether a length is reported all the same, that of the first row: for families that scale attention by a
             position that they count from it. Rows that share a pass must begin at the same position then.
     """

@@ -33,7 +33,6 @@ class HeadNet(ABC):
         width: of the states that it makes.
         layers: whose hidden states of the target it reads, side by side; () for the last ones, after the final norm.
         ids: the tokens that it can draft, ascending; None for all of the target's.
-        embed: embeddings of tokens.
         logits: of `ids`, from states after the tokens.
     """
 
@@ -77,9 +76,7 @@ class FollowingSession(SlotSession):
     """What a head has read of a sequence: its own keys, values and output states, beside the session of another model.
 
     Args:
-        cache: the head's.
         owner: the session of the same sequence whose states are read: the target's, or that of an earlier head.
-        layers: which of its states.
         back: 1 where the token of slot s stands in slot s of the owner too, so that the state before it is that of slot
             s - 1, and the first token has none; 0 where this session leaves out the owner's first token.
 
@@ -136,12 +133,6 @@ class FollowingSession(SlotSession):
 
 class HeadBackend:
     """A head over the target it was made for.
-
-    Args:
-        target: a backend of a transformers model; its sessions keep the states that are read, from now on.
-        net: the head, on the target's device.
-        name: in errors and reports.
-        back: see `FollowingSession`.
 
     Attributes:
         layers: whose hidden states of the target it reads.

@@ -29,7 +29,6 @@ class LeanNet(HeadNet):
     """A head's network as the lean forward runs a model's layer: the same numbers as `FeatureNet`, in fewer operations.
 
     Args:
-        net: on its device, in its dtype.
         target: whose embedding it reads, and whose output layer where it has none.
         bits: of quantized weights; None for weights of its dtype.
 
@@ -115,7 +114,6 @@ class FeatureBackend(HeadBackend):
 
     Args:
         target: a backend of a transformers model; its sessions keep their states from now on.
-        net: the head; moved to the target's device and dtype.
         bits: of quantized weights, 4 or 8. None for weights of its dtype.
 
     Raises:
@@ -130,11 +128,7 @@ class FeatureBackend(HeadBackend):
 
 
 def refuse_other_target(net: FeatureNet, target: SlotBackend) -> None:
-    """Refuse a head that was made for another model.
-
-    Raises:
-        UserError: naming both models, and what differs.
-    """
+    """Refuse a head that was made for another model."""
     config = net.config
     there = (target.capabilities.hidden, target.vocab_size)
     if (config.hidden_size, config.vocab_size) != there:

@@ -22,11 +22,6 @@ from draftproof.errors import UserError, reason
 class SelfDraftBackend(SlotBackend):
     """A smaller form of a model, which reads and writes the whole model's cache.
 
-    Args:
-        whole: the backend of the whole model.
-        part: the smaller form, over the same cache.
-        name: how errors and reports call it.
-
     Attributes:
         stationary: whether its probabilities after a text are the same in every round.
     """
@@ -72,7 +67,6 @@ class EarlyExitBackend(SelfDraftBackend):
     """The first `layers` layers of a backend's model, followed by its own final norm and output layer.
 
     Args:
-        whole: the backend of the whole model; weights and cache are shared with it.
         layers: how many of its layers, 1 to one less than all.
 
     Raises:
@@ -98,7 +92,6 @@ class QuantizedBackend(SelfDraftBackend):
 
     Args:
         whole: the backend of the whole model; the cache is shared with it, and all other weights.
-        bits: 4 or 8.
         part: the quantized model, where it is made already (`SlotBackend.quantizing`).
 
     Raises:

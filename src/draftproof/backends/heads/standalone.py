@@ -29,15 +29,7 @@ class _Followed(FollowingSession):
 
 
 class StandaloneHead(FeatureBackend):
-    """A feature head as a model of its own, which reads chains.
-
-    Args:
-        target: the model it was made for.
-        net: the head.
-
-    Raises:
-        UserError: the head was made for another target.
-    """
+    """A feature head as a model of its own, which reads chains."""
 
     def __init__(self, target: SlotBackend, net: FeatureNet) -> None:
         super().__init__(target, net)

@@ -38,9 +38,7 @@ class HFBackend(SlotBackend):
 
     Args:
         model: in eval mode, weights in place.
-        name: its name in errors and reports.
         check: compare it with the model's plain forward pass now (`Probe`); costs a few short passes.
-        cache: see `SlotBackend`.
 
     Raises:
         UserError: the model cannot roll back, or its rows differ from those of its plain pass.

@@ -70,8 +70,6 @@ class PlainBackend(SlotBackend):
     """A transformers causal LM that is decoded plainly, as its own `generate` does.
 
     Args:
-        model: in eval mode, weights in place.
-        name: its name in errors and reports.
         check: compare it with `model.generate` now, for a few tokens.
         because: why it cannot be drafted for.
 
@@ -184,11 +182,7 @@ class PlainBackend(SlotBackend):
 
     @torch.inference_mode()
     def _check_generation(self) -> None:
-        """Compare some rows with those of `model.generate`, before and after everything was forgotten.
-
-        Raises:
-            UserError: they differ, or there are none.
-        """
+        """Compare some rows with those of `model.generate`, before and after everything was forgotten."""
         from transformers import GenerationConfig
 
         ids = torch.linspace(1, self.vocab_size - 1, _PROMPT, device=self.device).long().tolist()

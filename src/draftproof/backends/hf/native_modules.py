@@ -35,9 +35,6 @@ def natively(model: Any) -> Any:
 
     Left as they are: models with hooks of accelerate's, adapters or quantized weights, or with a part that is not on
     the CPU; layers with hooks before them; and experts whose outputs differ from those of their own forward.
-
-    Args:
-        model: a transformers causal LM, in eval mode.
     """
     if not _may_be_copied(model):
         return model
@@ -236,12 +233,7 @@ class _NativeExperts(nn.Module):
 
 
 def quantizing_experts(module: Any, bits: int) -> Generator[None, None, Any]:
-    """A copy of a module of experts with quantized weights, made in steps: None after each step; returns the copy.
-
-    Args:
-        module: as `native_experts` returns it.
-        bits: of a weight.
-    """
+    """A copy of a module of experts with quantized weights, made in steps: None after each step; returns the copy."""
     quantized = {}
     for name in (module.name_of_first, "down_proj"):
         weight = module.matrices(name)
@@ -261,11 +253,7 @@ def quantizing_experts(module: Any, bits: int) -> Generator[None, None, Any]:
 
 
 class QuantizedExperts(_NativeExperts):
-    """Experts whose weights are quantized.
-
-    Attributes:
-        quantized: the weights of all experts, by the name of the parameter.
-    """
+    """Experts whose weights are quantized."""
 
     quantized: dict[str, Quantized]
 

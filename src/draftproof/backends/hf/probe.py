@@ -56,12 +56,7 @@ class Checked(Backend, Protocol):
 
 @dataclass(frozen=True)
 class Limit:
-    """A length past which a family may compute something else.
-
-    Attributes:
-        name: of the config's field.
-        value: the length.
-    """
+    """A length past which a family may compute something else."""
 
     name: str
     value: int
@@ -152,8 +147,6 @@ class Probe:
     """The logits of an unchanged model, made before a backend converts it; `check` compares the backend with them.
 
     Args:
-        model: a transformers causal LM, in eval mode.
-        name: its name in errors.
         recurrent: whether layers with a recurrent state can be read.
         stepped: whether transformers' own generation, token by token after a prompt, is what to compare with: for
             families whose code computes other numbers for one token than for several.
@@ -295,10 +288,8 @@ class Probe:
     def check(self, backend: Checked, twin: Any = None, *, beyond: bool = True) -> None:
         """Compare a backend with the model, and set what it can do: trees, ragged batches, number of positions.
 
-        Args:
-            backend: what reads.
-            twin: a copy of the model with modules of its own, if that is what the backend calls.
-            beyond: whether it may be right only below a limit, and then be used up to that.
+        With `beyond`, it may be right only below a limit, and is used up to that. `twin` is the copy of the model that
+        it calls, if it calls one.
 
         Raises:
             UndraftableError: it does not compute what the model computes.

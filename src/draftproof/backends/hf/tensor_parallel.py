@@ -43,11 +43,7 @@ Change = tuple[str, tuple[Any, ...]]  # a method of a slot cache, and its argume
 
 @dataclass(frozen=True)
 class Load:
-    """A model that all processes load.
-
-    Attributes:
-        source, options: arguments of `load_backend`.
-    """
+    """A model that all processes load."""
 
     source: str
     options: Mapping[str, Any]
@@ -55,16 +51,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Row:
-    """A feed without its session.
-
-    Attributes:
-        slot: of its session.
-        length: slots that the session has in use.
-        tail: parents of the nodes at their end.
-        chain: tokens.
-        nodes: tokens of the tree below them; None without one.
-        parents, known: of the tree.
-    """
+    """A feed without its session."""
 
     slot: int
     length: int
@@ -107,9 +94,7 @@ class Pass:
     """A forward pass.
 
     Attributes:
-        backend: number of the model among those that were loaded.
         changes: of each model's slots since the last pass.
-        rows: what is read.
     """
 
     backend: int
@@ -122,8 +107,6 @@ class Group:
     """The processes that share models.
 
     Attributes:
-        size: number of processes.
-        rank: of this one.
         backends: models in the order in which they were loaded.
         changes: of slots since the last pass, by number of the model.
         lock: held while a pass is computed: passes of several models take turns.
@@ -148,16 +131,7 @@ class Group:
         torch.distributed.broadcast_object_list([message], src=0, group=self.control)
 
     def load(self, source: str, options: Mapping[str, Any], load: Callable[..., Any]) -> ParallelBackend:
-        """Load a model together.
-
-        Args:
-            source: as of `load_backend`.
-            options: of `load`.
-            load: loads this process's part of a model.
-
-        Raises:
-            UserError: it cannot be loaded.
-        """
+        """Load a model together."""
         with self.lock, self._whole():
             self.send(Load(source, options))
             said = self._load(load, source, options)
@@ -218,9 +192,6 @@ class Group:
 
     def follow(self, load: Callable[..., Any]) -> None:
         """Do what process 0 says, until it ends.
-
-        Args:
-            load: loads this process's part of a model.
 
         Raises:
             SystemExit: process 0 has ended without a word; the launcher says so.
@@ -287,9 +258,6 @@ def is_launched() -> bool:
 def join(size: int) -> Group:
     """This process's place among those that the launcher started.
 
-    Args:
-        size: their number.
-
     Raises:
         UserError: they were not started, or there are more or fewer of them.
     """
@@ -335,11 +303,6 @@ def _device() -> torch.device:
 
 def refuse_indivisible(config: Any, size: int, name: str) -> None:
     """Refuse a model that transformers cannot divide among so many processes.
-
-    Args:
-        config: the model's.
-        size: number of processes.
-        name: the model's.
 
     Raises:
         UserError: it has no plan, or heads that are no multiple of the number.
@@ -403,14 +366,6 @@ class ParallelBackend(HFBackend):
     """One process's part of a transformers model, which computes passes together with the other parts.
 
     Drafters that read the target's own weights or states are refused: they would need passes of their own.
-
-    Args:
-        model: loaded with `distributed_config`.
-        group: the processes.
-        name: its name in errors and reports.
-
-    Raises:
-        UserError: see HFBackend.
     """
 
     def __init__(self, model: Any, group: Group, *, name: str) -> None:

@@ -34,11 +34,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def supports(model: Any) -> str | None:
-    """Why a model has no lean forward; None when it has one.
-
-    Args:
-        model: a transformers causal LM.
-    """
+    """Why a model has no lean forward; None when it has one."""
     try:
         if (why := _why_altered(model)) is None:
             seen_traits(model)
@@ -66,15 +62,7 @@ def _why_altered(model: nn.Module) -> str | None:
 
 
 def readable_traits(model: Any, name: str) -> Traits:
-    """How the lean forward reads a model.
-
-    Args:
-        model: in eval mode.
-        name: for errors.
-
-    Raises:
-        UserError: it does not.
-    """
+    """How the lean forward reads a model."""
     try:
         why, traits = _why_altered(model), None
         if why is None:
@@ -92,13 +80,7 @@ def _is_recorder(hook: Any) -> bool:
 
 
 class LeanForward(SlotBackend):
-    """A model read by the lean forward.
-
-    Args:
-        facts: of the model.
-        lean: its forward pass, with its weights.
-        cache: as `SlotBackend` has it.
-    """
+    """A model read by the lean forward."""
 
     kind = "lean"
 
@@ -209,7 +191,6 @@ class LeanBackend(LeanForward):
 
     Args:
         model: in eval mode, weights in place; its linear weights move into the backend.
-        name: how errors and reports call it.
         check: compare it with transformers' own forward pass now, whose rows are computed before anything moves.
         pack: whether to pack weights for the CPU.
 

@@ -41,18 +41,7 @@ class TensorsByName(Protocol):
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the lean forward needs of a model besides its weights.
-
-    Attributes:
-        layers: number of decoder layers.
-        heads, key_heads, head_dim: of every layer.
-        scaling: of the products of queries and keys.
-        eps: of every norm.
-        traits: how its layers are read.
-        kinds: the kinds of attention mask.
-        window: of those with a window.
-        layer_kinds: the kind of each layer; None where all have one.
-    """
+    """What the lean forward needs of a model besides its weights."""
 
     layers: int
     heads: int
@@ -89,44 +78,23 @@ class Architecture:
 
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> Architecture:
-        """From its fields as JSON has them.
-
-        Raises:
-            TypeError: other fields.
-        """
+        """From its fields as JSON has them."""
         made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
         return cls(**{**made, "traits": Traits.read(row["traits"])})
 
     def lean(self, folder: Path, dtype: torch.dtype, device: torch.device) -> Lean:
-        """The lean forward over the weights in a directory.
-
-        Args:
-            folder: of a checkpoint with safetensors files.
-            dtype: of the weights in use.
-            device: where they are read to.
-
-        Raises:
-            KeyError: a tensor is missing.
-            OSError, safetensors.SafetensorError: a file that is none, or damaged.
-        """
+        """The lean forward over the weights in a directory."""
         return self.lean_from(Weights(folder, dtype, device))
 
     def lean_from(self, weights: TensorsByName) -> Lean:
-        """The lean forward over tensors from elsewhere.
-
-        Raises:
-            KeyError: a tensor is missing.
-        """
+        """The lean forward over tensors from elsewhere."""
         windows = Windows(frozenset(self.kinds), SimpleNamespace(sliding_window=self.window))
         return Lean(self._parts(weights), windows, self.traits, self.layer_kinds)
 
     def shapes(self, weights: Mapping[str, Any], hidden: int, vocab: int) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor that these weights must hold: which layers have biases and norms, they say.
+        """The shape of every tensor that these weights must hold.
 
-        Args:
-            weights: what has a shape, by name; the width of the layers in between is read off them.
-            hidden: width of a hidden state.
-            vocab: tokens of the vocabulary.
+        Which layers have biases and norms, and how wide they are in between, is read off the weights.
         """
         traits = self.traits
         queries, keys = self.heads * self.head_dim, self.key_heads * self.head_dim
@@ -222,13 +190,7 @@ def _linear(weights: TensorsByName, name: str) -> SimpleNamespace:
 
 
 class Weights:
-    """The tensors of a checkpoint by name, each read when it is asked for.
-
-    Args:
-        folder: with one safetensors file, or several and their index.
-        dtype: that they are converted to.
-        device: that they are read to.
-    """
+    """The tensors of a checkpoint by name, each read when it is asked for."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype

@@ -27,13 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class _Graph:
-    """A recording.
-
-    Attributes:
-        inputs: the tensors that it reads.
-        outputs: the tensors that it writes.
-        replay: runs it.
-    """
+    """A recording."""
 
     inputs: Sequence[Tensor]
     outputs: tuple[Tensor, ...]

@@ -65,11 +65,6 @@ class GraphBackend(LeanBackend, GraphForward):
 
     Where CUDA cannot record it, a warning says so, and it works as backend lean does.
 
-    Args:
-        model: on CUDA, else as for LeanBackend.
-        name: its name in errors and reports.
-        check: whether to run `probe` now.
-
     Raises:
         UserError: no lean forward for this model, it is not on CUDA, or the probe found a difference.
     """
@@ -99,7 +94,6 @@ class RecordedPasses:
     """Passes over narrow feeds, recorded as CUDA graphs.
 
     Args:
-        lean: the lean forward, with plain weights.
         bucket: horizons are rounded up to a multiple of this.
     """
 

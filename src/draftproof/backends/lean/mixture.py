@@ -28,8 +28,6 @@ class Mixture:
     Args:
         mlp: its linear layers, under the names that `Traits.linear` has; weights of experts are [experts, out, in], or
             matrices of few bits with all their outputs.
-        traits: of the layer.
-        like: a tensor with the dtype of the rows.
 
     Attributes:
         router: gives the logits of the experts.
@@ -76,9 +74,7 @@ class _Experts:
     """The weights of all experts that are multiplied with the same rows.
 
     Args:
-        owner: of the linear layers.
         names: theirs, in the order of their outputs.
-        count: of experts.
     """
 
     def __init__(self, owner: Any, names: Sequence[str], count: int) -> None:

@@ -129,11 +129,7 @@ class Traits:
 
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> Traits:
-        """From its fields as JSON has them.
-
-        Raises:
-            TypeError: other fields.
-        """
+        """From its fields as JSON has them."""
         return cls(**{name: _tuples(value) for name, value in row.items()})
 
 
@@ -159,11 +155,7 @@ def eps_of(norm: Any) -> float:
 
 @torch.inference_mode()
 def seen_traits(model: Any) -> Traits:
-    """What a model's modules show; angles are left out.
-
-    Raises:
-        UnreadError: a part that the lean forward does not know.
-    """
+    """What a model's modules show; angles are left out."""
     if not type(model).__name__.endswith("ForCausalLM") or not is_stock(type(model)):
         raise UnreadError(f"{type(model).__name__} is not one of transformers' causal models")
     inner = _children(model, "the model", "model", "lm_head")["model"]
@@ -397,11 +389,7 @@ def _order(attention: Any, rotary: Any) -> tuple[int, ...]:
 
 @torch.inference_mode()
 def traits_of(model: Any) -> Traits:
-    """All that the lean forward needs to know of a model besides its weights, some of it from one pass over two tokens.
-
-    Raises:
-        UnreadError: a part that the lean forward does not know.
-    """
+    """All that the lean forward needs to know of a model besides its weights, some of it from a pass of two tokens."""
     seen = seen_traits(model)
     attention = model.model.layers[0].self_attn
     watched = _Watch(model, attention)
@@ -445,10 +433,6 @@ class _Watch:
 
     Functions of the family's module are replaced meanwhile; for other threads, whose models may be of the same family,
     they do what they always do.
-
-    Args:
-        model: with the parts that the lean forward knows.
-        attention: one of its attentions, whose code is that of all.
 
     Attributes:
         turned: whether each layer turns its queries and keys.

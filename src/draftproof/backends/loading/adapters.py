@@ -83,11 +83,7 @@ def with_adapter(load: Callable[[], Any], adapter: str) -> Any:
 
 
 def _compared(made: Any, expected: Float[Tensor, "tokens vocab"], adapter: str) -> Any:
-    """A model without peft's own wrapper, which computes the wrapper's logits.
-
-    Raises:
-        UserError: it computes others.
-    """
+    """A model without peft's own wrapper, which computes the wrapper's logits."""
     error = distance(_rows(made), expected)
     if not error < TOLERANCE.get(made.dtype, TOLERANCE[torch.bfloat16]):
         raise UserError(

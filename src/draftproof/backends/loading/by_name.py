@@ -158,11 +158,7 @@ def take_part(processes: int) -> parallel.Group:
 
 
 def _refuse_undivided(source: str, processes: int, **options: Any) -> None:
-    """Refuse what cannot be divided among processes, before anything is sent to them.
-
-    Raises:
-        UserError: an option that does not go with it, or a model that cannot be divided.
-    """
+    """Refuse what cannot be divided among processes, before anything is sent to them."""
     what = f"tensor_parallel is {processes}"
     if options["backend"] not in ("auto", HFBackend.kind):
         raise UserError(
@@ -268,10 +264,6 @@ def load_model(
 
 def refuse_gguf(name: str, what: str) -> None:
     """Refuse a GGUF file where a torch module is needed: it would have other numbers than the model that is served.
-
-    Args:
-        name: of a model.
-        what: needs the module.
 
     Raises:
         UserError: it is a GGUF file, or there is no such model.
@@ -396,11 +388,7 @@ def _hint(cause: Exception, source: str, asked: Any) -> str:
 
 
 def _refuse_missing(source: str, model: Any, report: Any) -> None:
-    """Refuse a checkpoint that leaves tensors of the model at their random beginning.
-
-    Raises:
-        UserError: naming the tensors.
-    """
+    """Refuse a checkpoint that leaves tensors of the model at their random beginning."""
     found = dict(report) if isinstance(report, dict) else vars(report)
     missing = sorted(str(name) for name in found.get("missing_keys") or ())
     other = [str(each[0] if isinstance(each, tuple | list) else each) for each in found.get("mismatched_keys") or ()]
@@ -416,11 +404,7 @@ def _refuse_missing(source: str, model: Any, report: Any) -> None:
 
 
 def _refuse_split_tie(source: str, model: Any) -> None:
-    """Refuse an output layer that is tied to the embedding, where only one of both is on the disk.
-
-    Raises:
-        UserError: naming both and their places.
-    """
+    """Refuse an output layer that is tied to the embedding, where only one of both is on the disk."""
     places = getattr(model, "hf_device_map", None)
     parts = [model.get_input_embeddings(), model.get_output_embeddings()]
     if not places or None in parts or not model.config.get_text_config().tie_word_embeddings:

@@ -38,7 +38,6 @@ class Description:
     """What a tokenizer's file does not say.
 
     Attributes:
-        eos_token_id, bos_token_id: of transformers' tokenizer.
         special_tokens: as chat templates get them, by name.
         chat_template: in Jinja's language; None where there is none.
         renders: whether the template makes the same text here.
@@ -54,13 +53,7 @@ class Description:
 
 
 class FastTokenizer:
-    """Encodes, decodes and applies the chat template as transformers' tokenizer does; anything else is asked of that.
-
-    Args:
-        content: of the tokenizer's file.
-        description: of it.
-        original: loads transformers' tokenizer.
-    """
+    """Encodes, decodes and applies the chat template as transformers' tokenizer does, and asks that for all else."""
 
     def __init__(self, content: str, description: Description, original: Callable[[], Any]) -> None:
         self._tokenizer = _plain(content)
@@ -159,7 +152,7 @@ class FastTokenizer:
 
 
 def describe(tokenizer: Any) -> tuple[str, dict[str, Any]] | None:
-    """The content of a file for `FastTokenizer` and its description; None where it would not do what `tokenizer` does.
+    """What a `FastTokenizer` that does the same as a tokenizer is made of; None where there is no such one.
 
     Args:
         tokenizer: transformers' own.

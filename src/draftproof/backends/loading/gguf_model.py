@@ -143,11 +143,6 @@ FAMILIES = tuple(_FAMILIES)
 def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> SlotBackend | None:
     """The model in a file with the file's own numbers; None where transformers reads it, which is said.
 
-    Args:
-        file: opened.
-        name: for errors and reports.
-        options: how it is loaded.
-
     Raises:
         UserError: a mixture of experts that is not known here, since transformers does not read all its metadata.
     """
@@ -173,13 +168,9 @@ def read_model(
 ) -> LeanForward:
     """The model in a file, with its own numbers.
 
-    Args:
-        file: opened.
-        name: for errors and reports.
-        dtype: of hidden states, keys and values: float32 or bfloat16.
-        activations: "int8" rounds the inputs of products to 8 bits, in groups of 32; "float" multiplies the same
-            weights without that, as a reference: they take the memory of `dtype` then.
-        check: compare a product of each type with torch's now.
+    With activations "int8" the inputs of products are rounded to 8 bits, in groups of 32; "float" multiplies the same
+    weights without that, as a reference, and they take the memory of `dtype` then. With `check`, a product of each type
+    is compared with torch's.
 
     Raises:
         UnreadError: an architecture, a type or a kind of angle that is not known here, or native operations are off.
@@ -217,12 +208,7 @@ def family_of(name: str) -> Family:
 
 
 def architecture_of(keys: Keys, family: Family, floats: Callable[[str], Tensor]) -> Architecture:
-    """What the lean forward needs besides weights.
-
-    Args:
-        keys: of the model.
-        family: of its architecture.
-        floats: reads a tensor of floats by its name in the file.
+    """What the lean forward needs besides weights; `floats` reads a tensor by its name in the file.
 
     Raises:
         UnreadError: something that is not known here.
@@ -301,16 +287,7 @@ def _order(dim: int, turned: int, *, neighbours: bool) -> tuple[int, ...]:
 
 
 class _FileWeights(FileTensors):
-    """The tensors of a file under transformers' names (`TensorsByName`).
-
-    Args:
-        file: opened.
-        dtype: of those that are no blocks.
-        dense: whether matrices are read into memory, as the numbers that they stand for.
-
-    Raises:
-        UnreadError: an architecture or a type that is not known here, or native operations are off.
-    """
+    """The tensors of a file under transformers' names (`TensorsByName`)."""
 
     def __init__(self, file: GGUFFile, dtype: torch.dtype, *, dense: bool) -> None:
         name = file.get("general.architecture")
@@ -341,11 +318,7 @@ class _FileWeights(FileTensors):
         return f"blk.{number}.{self._names[part]}.{suffix}"
 
     def entry(self, name: str) -> TensorEntry:
-        """Where a tensor lies.
-
-        Raises:
-            KeyError: it is not there.
-        """
+        """Where a tensor lies."""
         return self.file.tensors[self._place(name)]
 
     def __contains__(self, name: str) -> bool:

@@ -30,9 +30,6 @@ class LoadOptions:
         activations: one of ACTIVATIONS; see `gguf_model.read_model`.
         weights: one of WEIGHTS: the model is rounded to so many bits when it has been read.
         kv_dtype: one of KV_DTYPES; see `SlotBackend.round_kv`.
-
-    Raises:
-        UserError: another value of the last three.
     """
 
     dtype: str = "auto"
@@ -86,9 +83,6 @@ def draft_dtype(name: str, dtype: str) -> tuple[str, int | None]:
     Args:
         name: a name of a dtype, or "int8" or "int4".
         dtype: the target's, which "auto" stands for.
-
-    Raises:
-        UserError: unknown name.
     """
     quantized = {f"int{bits}": bits for bits in BITS}
     if name in quantized:
@@ -99,22 +93,14 @@ def draft_dtype(name: str, dtype: str) -> tuple[str, int | None]:
 
 
 def parse_dtype(name: str) -> torch.dtype | str:
-    """The torch dtype of a name; "auto" stays.
-
-    Raises:
-        UserError: unknown name.
-    """
+    """The torch dtype of a name; "auto" stays."""
     if name not in DTYPES:
         raise UserError(f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
     return DTYPES[name]
 
 
 def parse_device(name: str | None) -> torch.device:
-    """The torch device of a name; None picks an accelerator when there is one.
-
-    Raises:
-        UserError: not a device of this machine.
-    """
+    """The torch device of a name; None picks an accelerator when there is one."""
     if name is None:
         return (
             torch.accelerator.current_accelerator() or torch.device("cpu")

@@ -58,11 +58,6 @@ def read_packed(where: str, name: str, options: LoadOptions) -> SlotBackend | No
     """The model in a checkpoint of one of the methods; None where it is another kind, or transformers reads it.
 
     A model that has no lean forward here is transformers' own with linear layers of ours.
-
-    Args:
-        where: directory or hub id of the checkpoint.
-        name: for errors and reports.
-        options: how it is loaded.
     """
     config = _config(where)
     method = (config.get("quantization_config") or {}).get("quant_method")
@@ -179,11 +174,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 class ConfigKeys:
-    """A config under the names that the metadata of GGUF files have (`gguf_model.Keys`).
-
-    Args:
-        config: of transformers.
-    """
+    """A config under the names that the metadata of GGUF files have (`gguf_model.Keys`)."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
@@ -223,13 +214,7 @@ class ConfigKeys:
 
 
 class OssWeights(Weights):
-    """The tensors of a gpt-oss checkpoint with experts in MXFP4, under the names that the lean forward has for them.
-
-    Args:
-        folder: with safetensors files.
-        dtype: of all tensors but the weights of experts.
-        dense: whether these are read as the numbers that they stand for.
-    """
+    """The tensors of a gpt-oss checkpoint with experts in MXFP4, under the names that the lean forward has for them."""
 
     bits = 4
 

@@ -39,10 +39,6 @@ class PackedLayers:
     def of(cls, where: str, weights: PackedWeights) -> PackedLayers:
         """Make the layers.
 
-        Args:
-            where: directory or hub id of the checkpoint.
-            weights: its tensors.
-
         Raises:
             UnreadError: a packed matrix is no linear layer of the model.
         """

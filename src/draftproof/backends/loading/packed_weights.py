@@ -33,14 +33,9 @@ class PackedWeights(Weights):
     """The tensors of a checkpoint; matrices whose weights are packed have the layout of C.
 
     Args:
-        folder: with safetensors files.
-        fields: its quantization_config.
-        dtype: of the other tensors.
         dense: whether packed matrices whose inputs would be rounded are read as the numbers that they stand for.
 
     Attributes:
-        bits: of a packed weight.
-        dtype: of products, and of the other tensors.
         packed: names of the packed matrices, without ".weight".
 
     Raises:
@@ -96,16 +91,7 @@ class PackedWeights(Weights):
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def plain(self, name: str, dtype: torch.dtype | None = None, numbers: int | None = None) -> Tensor:
-        """A tensor as it is stored.
-
-        Args:
-            name: its name.
-            dtype: that it must have; None for any.
-            numbers: how many it must have; None for any.
-
-        Raises:
-            UnreadError: it is not there, or another one.
-        """
+        """A tensor as it is stored, which must have this dtype and so many numbers."""
         if name not in self._files:
             raise UnreadError(f"it has no tensor {name}")
         found: Tensor = self._files[name].get_tensor(name)
@@ -124,13 +110,7 @@ def grouped(
     scales: Float[Tensor, "out groups"],
     dtype: torch.dtype,
 ) -> StoredMatrix:
-    """A matrix in groups as C reads it.
-
-    Args:
-        numbers: of 4 bits.
-        zeros: the number that stands for 0 in each group.
-        scales: of each group; float16 must hold them exactly.
-        dtype: of what products make.
+    """A matrix in groups as C reads it: numbers of 4 bits, and of each group a scale and the number that stands for 0.
 
     Raises:
         UnreadError: scales that float16 does not hold, or a size of groups that is not known.
@@ -155,13 +135,7 @@ def grouped(
 def in_bytes(
     numbers: Int8[Tensor, "out in"], scales: Float[Tensor, "out groups"], kind: int, dtype: torch.dtype
 ) -> StoredMatrix:
-    """A matrix of numbers of 8 bits as C reads it.
-
-    Args:
-        numbers: signed.
-        scales: of each group of inputs, at least 128 of them unless a row has one scale.
-        kind: INT8 or INT8_BY_ROW.
-        dtype: of what products make.
+    """A matrix of signed numbers of 8 bits as C reads it, with a scale for each row or each 128 inputs or more.
 
     Raises:
         UnreadError: a size of rows or of groups that is not known.

@@ -68,14 +68,7 @@ class KeptCheck:
         return None if key is None else cls(key, _row(key))
 
     def tokenizer(self, original: Callable[[], Any]) -> FastTokenizer:
-        """The model's tokenizer.
-
-        Args:
-            original: loads transformers' own.
-
-        Raises:
-            UserError: it was not kept.
-        """
+        """The model's tokenizer."""
         assert self.row is not None, "only what was checked can be read"
         store = _store()
         content = store.text(store.name(self.key, _TOKENIZER))
@@ -86,11 +79,7 @@ class KeptCheck:
         return FastTokenizer(content, Description(**self.row["tokenizer"]), original)
 
     def backend(self, name: str) -> LeanForward:
-        """The model, its logits compared with those that were kept.
-
-        Raises:
-            UserError: they differ.
-        """
+        """The model, its logits compared with those that were kept."""
         assert self.row is not None, "only what was checked can be read"
         dtype = parse_dtype(self.row["dtype"])
         device = torch.device(self.key["device"])

@@ -15,9 +15,6 @@ class StoredLinear(Part):
 
     Args:
         product: of all matrices that are read with the same inputs.
-        start: its first output here.
-        stop: one more than its last.
-        places: which of these each of the layer's outputs is; None where they have the same order.
         inputs: which of the layer's inputs each of the product's is; None where they have the same order.
     """
 
@@ -46,11 +43,7 @@ class StoredLinear(Part):
 
 
 class StoredEmbedding(nn.Module):
-    """Rows of a matrix of few bits.
-
-    Args:
-        matrix: with a row for each token.
-    """
+    """Rows of a matrix of few bits."""
 
     def __init__(self, matrix: StoredMatrix) -> None:
         super().__init__()

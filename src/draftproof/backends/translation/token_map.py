@@ -45,7 +45,6 @@ class TokenMap:
 
     Attributes:
         draft_ids, target_ids: the pairs, by ascending id of the target.
-        opening: as given.
 
     Raises:
         ValueError: no pairs, or two of them with one target token.
@@ -91,16 +90,11 @@ class TokenMap:
 class TokenContents:
     """What the tokens of a tokenizer stand for.
 
-    Args:
-        tokenizer: of transformers, on the library `tokenizers`, or one with its methods.
-
     Attributes:
         vocab: ids by token.
         bytes_of: by id; of special tokens their text.
         ordinary: the token of each content; of several tokens with one content the one that texts are encoded with.
         special: ids of special tokens.
-        eos, bos: ids of these roles.
-        opening: tokens before a text.
 
     Raises:
         ValueError: a tokenizer of another kind.

@@ -29,13 +29,7 @@ _SLIDING, _GATE = "sliding_attention", "gelu_pytorch_tanh"
 
 
 class Past(NamedTuple):
-    """What the rows of a sequence attend to.
-
-    Attributes:
-        rows: how many there are.
-        slot: of the target's session.
-        length: tokens that it holds.
-    """
+    """What the rows of a sequence attend to."""
 
     rows: int
     slot: int
@@ -46,11 +40,7 @@ class _Layer:
     """One layer.
 
     Args:
-        files: of the assistant.
-        shape: of its layers.
-        number: of the layer, from 0.
         source: number of the target's layer whose keys and values it reads.
-        target: for dtype and device.
 
     Attributes:
         kind: of its attention.
@@ -78,14 +68,7 @@ class _Layer:
     def __call__(
         self, x: Float[Tensor, "rows dim"], turn: tuple[Tensor, Tensor], pasts: Sequence[Past], target: SlotBackend
     ) -> Float[Tensor, "rows dim"]:
-        """The layer's output.
-
-        Args:
-            x: states.
-            turn: cosine and sine of each row's position.
-            pasts: what the rows attend to, one after another.
-            target: whose cache is read.
-        """
+        """The layer's output."""
         queries = self._turned(self._query(self._before(x)).view(len(x), -1, self._dim))
         cosine, sine = (each.unsqueeze(1) for each in turn)
         left, right = queries.chunk(2, -1)
@@ -111,15 +94,8 @@ class _Layer:
 class AssistantNet:
     """The network of an assistant.
 
-    Args:
-        files: of the assistant.
-        target: the model it was made for.
-
     Attributes:
         width: of the states that it reads and passes on, the target's.
-
-    Raises:
-        UserError: made for another model, weights that do not fit the config, or parts that are not read here.
     """
 
     def __init__(self, files: HeadFiles, target: HFBackend) -> None:
@@ -163,11 +139,7 @@ class AssistantNet:
     ) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "rows width"]]:
         """Logits of the next tokens, and the states that are passed on.
 
-        Args:
-            tokens: newest ones.
-            states: before them.
-            positions: of the last committed token of each row's sequence.
-            pasts: what the rows attend to, one after another.
+        Positions are those of the last committed tokens.
         """
         x = self._enter(torch.cat([self._target.embed(tokens).to(states.dtype), states], -1))
         turns = {kind: self._rope(x, positions, kind) for kind in {layer.kind for layer in self._layers}}
@@ -187,11 +159,7 @@ class AssistantNet:
 
 
 def _shape(files: HeadFiles) -> LayerShape:
-    """The shape of an assistant's layers.
-
-    Raises:
-        UserError: they are no layers of Gemma 4, or have parts that are not read here.
-    """
+    """The shape of an assistant's layers."""
     from transformers import AutoConfig
 
     given = dict(files.config.get("text_config") or {})
@@ -217,11 +185,7 @@ def _shape(files: HeadFiles) -> LayerShape:
 
 
 def _sources(files: HeadFiles, config: Any, target: HFBackend) -> dict[str, int]:
-    """For each kind of layer, the target's last one that has keys and values of its own.
-
-    Raises:
-        UserError: the target is no Gemma 4 with such layers, or its heads have another size.
-    """
+    """For each kind of layer, the target's last one that has keys and values of its own."""
     theirs = target.config
     if theirs.model_type != config.model_type:
         raise UserError(
@@ -241,11 +205,7 @@ def _sources(files: HeadFiles, config: Any, target: HFBackend) -> dict[str, int]
 
 
 def _members(files: HeadFiles, vocab: int, count: int) -> Int[Tensor, "clusters tokens"]:
-    """The tokens of each cluster.
-
-    Raises:
-        UserError: a token is in none of them, or in several.
-    """
+    """The tokens of each cluster."""
     order = files.take("masked_embedding.token_ordering", [vocab]).long()
     if not torch.equal(order.sort().values, torch.arange(vocab)):
         raise UserError(f"masked_embedding.token_ordering of the assistant {files.source!r} is no order of all tokens")
@@ -276,11 +236,7 @@ class AssistantSession(Session):
         self.keep(min(self.root, self.stem))
 
     def above(self, feed: Feed) -> list[Tensor]:
-        """The states before the tokens of a feed, which must be drafted ones of one level.
-
-        Raises:
-            ValueError: they are not.
-        """
+        """The states before the tokens of a feed, which must be drafted ones of one level."""
         assert self.made is not None, "there is a draft"
         before = self.stem - self.root
         parents = () if feed.tree is None else feed.tree.parents
@@ -291,15 +247,7 @@ class AssistantSession(Session):
 
 
 class AssistantBackend:
-    """An assistant over the target it was made for.
-
-    Args:
-        source: directory or hub id of the assistant.
-        target: the target's backend.
-
-    Raises:
-        UserError: as `read_head` and `AssistantNet`; a target on a backend whose keys are not transformers'.
-    """
+    """An assistant over the target it was made for."""
 
     back = 0
 

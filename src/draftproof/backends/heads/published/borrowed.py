@@ -20,13 +20,7 @@ from draftproof.errors import UserError
 def states_of(files: HeadFiles, named: Any, target: SlotBackend) -> tuple[int, ...]:
     """The layers of the target whose states a head reads: 0 before the first layer, i after layer i.
 
-    Args:
-        files: of the head.
-        named: what its config says; None for a low, a middle and a high layer.
-        target: the target's backend.
-
-    Raises:
-        UserError: the target has no such layers.
+    `named` is what its config says; None stands for a low, a middle and a high layer.
     """
     total = target.facts.layers
     found = [2, total // 2, total - 3] if named is None else named

@@ -80,11 +80,7 @@ class _Block(NamedTuple):
 
     @classmethod
     def of(cls, files: HeadFiles, shape: LayerShape, target: SlotBackend, net: type[DFlashNet]) -> _Block:
-        """Read either layout.
-
-        Raises:
-            UserError: a size or a mask token that is out of range, or fields that are not read here.
-        """
+        """Read either layout."""
         config, windows = files.config, shape.windows
         size, mask = (files.field(key) for key in ("block_size", "mask_token_id"))
         if ALGORITHM in config:
@@ -106,11 +102,7 @@ class _Block(NamedTuple):
 
 
 def _refuse_strange(files: HeadFiles, more: Sequence[str]) -> None:
-    """Refuse fields of the authors' layout that change what is computed.
-
-    Raises:
-        UserError: naming one of them.
-    """
+    """Refuse fields of the authors' layout that change what is computed."""
     legal = (*_ORIGINAL, *more)
     found = {f"{files.nest}.{key}": value for key, value in files.nested.items() if value and key not in legal}
     found |= {key: files.config[key] for key in _UNREAD if files.config.get(key) not in (None, False, 0, 1)}
@@ -141,23 +133,11 @@ def last_tokens(before: Sequence[Before], device: torch.device) -> Int[Tensor, "
 class DFlashNet:
     """The network of a DFlash head.
 
-    Args:
-        files: of the head.
-        target: the model it was made for.
-
     Attributes:
-        algorithm: the drafter that reads it.
         from_anchor: whether the place of the last committed token drafts too, where the config does not say.
         whole_windows: whether places of layers with a window see later ones too, where the config does not say.
-        fields: further ones that the authors' layout may nest.
-        layers: of the target, whose hidden states it reads.
-        ids: tokens that it can draft; None for all.
-        places: how many tokens it drafts.
         conditional: whether a row depends on the tokens that were drafted before it.
         predicts: see `Capabilities`.
-
-    Raises:
-        UserError: made for another model, weights that do not fit the config, or parts that are not read here.
     """
 
     algorithm: ClassVar[str] = "dflash"
@@ -192,13 +172,7 @@ class DFlashNet:
     def __call__(
         self, before: Sequence[Float[Tensor, "_ dim"]], layout: Layout, cache: SlotCache
     ) -> Float[Tensor, "blocks dim"]:
-        """States of all blocks of a pass, one after another; keys and values go to the cache.
-
-        Args:
-            before: the fused states of each feed's chain tokens, whose places its block follows.
-            layout: of the feeds.
-            cache: the head's.
-        """
+        """States of all blocks of a pass, one after another; `before` are the fused states that each block follows."""
         width, at = layout.width, self._passes.at(layout, cache)
         given = before[0].new_zeros(len(before), width, self.width)
         for row, states in enumerate(before):
@@ -254,16 +228,7 @@ def _places(feed: Feed) -> range:
 
 
 class DFlashBackend(ParallelBackend):
-    """A DFlash head over the target it was made for, or one of its kin.
-
-    Args:
-        source: directory or hub id of the head.
-        target: the target's backend.
-        kind: of the network.
-
-    Raises:
-        UserError: as `read_head` and the network.
-    """
+    """A DFlash head over the target it was made for, or one of its kin."""
 
     def __init__(self, source: str, target: SlotBackend, kind: type[DFlashNet] = DFlashNet) -> None:
         files = read_head(source, kind.algorithm)

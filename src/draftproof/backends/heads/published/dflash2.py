@@ -25,15 +25,7 @@ from draftproof.errors import UserError
 
 
 class DFlash2Net(DFlashNet):
-    """The network of a DFlash 2 head.
-
-    Args:
-        files: of the head.
-        target: the model it was made for.
-
-    Raises:
-        UserError: as `DFlashNet`; numbers of the convolutions or of the selection that are out of range.
-    """
+    """The network of a DFlash 2 head."""
 
     algorithm = "dflash2"
     conditional = True
@@ -87,14 +79,7 @@ class _Convolution:
     """Two convolutions over the places of a block, of what enters a part of a layer and of what leaves it.
 
     Args:
-        files: of the head.
         at: beginning of the names of its weights, with a dot.
-        width: of a state.
-        block: places of a block.
-        target: for dtype and device.
-
-    Raises:
-        UserError: numbers that do not fit the head.
     """
 
     def __init__(self, files: HeadFiles, at: str, width: int, block: int, target: SlotBackend) -> None:

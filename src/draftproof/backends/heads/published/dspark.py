@@ -26,15 +26,7 @@ _VANILLA, _GATED, _RECURRENT = KINDS = ("vanilla", "gated", "rnn")
 
 
 class DSparkNet(DFlashNet):
-    """The network of a DSpark head.
-
-    Args:
-        files: of the head.
-        target: the model it was made for.
-
-    Raises:
-        UserError: as `DFlashNet`; another kind of correction than is read here.
-    """
+    """The network of a DSpark head."""
 
     algorithm = "dspark"
     conditional = True
@@ -82,7 +74,6 @@ class MarkovHead:
     """What the token before adds to a row of logits.
 
     Args:
-        kind: one of KINDS.
         first: a row of numbers for each token of the target.
         last: from these to logits.
         mixed: of the gate or of the recurrent state; None for kind vanilla.
@@ -104,16 +95,8 @@ class MarkovHead:
     ) -> MarkovHead | None:
         """From a head's files; None for a head without one.
 
-        Args:
-            files: of the head.
-            target: for dtype, device and vocabulary.
-            width: of a place's state.
-            drafted: how many tokens it can draft.
-            order: of the tokens that are drafted, in the files; None where it is theirs.
-            whole: whether all places of a block draft.
-
-        Raises:
-            UserError: a kind that is not read here.
+        `order` is that of the tokens that it drafts, None where it is the files'. `whole` says whether all places of a
+        block draft.
         """
         if files.field("markov_rank") == 0:
             return None
@@ -144,13 +127,7 @@ class MarkovHead:
         tokens: Float[Tensor, "rows rank"],
         before: Sequence[Before],
     ) -> Float[Tensor, "rows ids"]:
-        """What is added to logits.
-
-        Args:
-            states: of the rows' places.
-            tokens: `embedded`, the token before each row.
-            before: all tokens before each row.
-        """
+        """What is added to logits."""
         if self._mixed is None:
             return self._last(tokens)
         if self._kind == _GATED:

@@ -41,13 +41,7 @@ _CONVERT = (
 
 @dataclass(frozen=True, eq=False)
 class HeadFiles:
-    """What the files of a head hold.
-
-    Attributes:
-        source: as the user named it.
-        config: of `config.json`.
-        tensors: by name.
-    """
+    """What the files of a head hold."""
 
     source: str
     config: Mapping[str, Any]
@@ -74,26 +68,14 @@ class HeadFiles:
         return self.nested.get(name, self.config.get(name, default))
 
     def number(self, name: str, default: int | None = None) -> int:
-        """A whole number of the config.
-
-        Raises:
-            UserError: it is missing, or no whole number of 1 or more.
-        """
+        """A whole number of the config."""
         found = self.field(name, default)
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:
             raise UserError(f"the config of the head {self.source!r} has {name} {found!r}: expected 1 or more")
         return found
 
     def take(self, name: str, shape: Sequence[int | None] = ()) -> Tensor:
-        """A tensor, which is then used.
-
-        Args:
-            name: of the tensor.
-            shape: that it must have; None for any size.
-
-        Raises:
-            UserError: it is missing, or has another shape.
-        """
+        """A tensor, which is then used."""
         if name not in self.tensors:
             raise UserError(
                 f"the weights of the head {self.source!r} have no {name}, which its config asks for "
@@ -117,11 +99,7 @@ class HeadFiles:
             self.tensors.pop(name, None)
 
     def refuse_left(self) -> None:
-        """Refuse tensors that nothing used: then the head has parts that would be left out.
-
-        Raises:
-            UserError: naming some of them.
-        """
+        """Refuse tensors that nothing used: then the head has parts that would be left out."""
         left = [name for name in self.tensors if not name.endswith(("rotary_emb.inv_freq", "num_batches_tracked"))]
         if left:
             raise UserError(
@@ -265,16 +243,9 @@ def _refuse_other_algorithm(source: str, found: str, wanted: str) -> None:
 
 
 def refuse_other_target(files: HeadFiles, target: SlotBackend, *, hidden: int | None, vocab: int | None) -> None:
-    """Refuse a head that was made for another model.
+    """Refuse a head that was made for a model with hidden states of another width, or with another vocabulary or name.
 
-    Args:
-        files: of the head.
-        target: the target's backend.
-        hidden: width of the target's hidden states, as the head reads them.
-        vocab: size of the target's vocabulary, where the head says it; padded rows of logits may be more.
-
-    Raises:
-        UserError: naming both models, and what differs.
+    `hidden` and `vocab` are None where the head does not say them.
     """
     made_for = verifier_of(files.config)
     whose = f" (made for {made_for})" if made_for else ""
@@ -333,11 +304,7 @@ def cast(tensor: Tensor, like: SlotBackend) -> Tensor:
 def drafted_ids(files: HeadFiles, size: int, vocab: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
     """The tokens that a head drafts, ascending, and the order of its rows for that; None for all, and None as they are.
 
-    Args:
-        files: with the map d2t, where token i of the head is token i + d2t[i] of the target, and the mask t2d.
-        size: number of tokens of the head.
-        vocab: number of tokens of the target.
-        device: of the results.
+    Token i of the head is token i + d2t[i] of the target, and the mask t2d names the same tokens.
 
     Raises:
         UserError: no map, or one that names tokens twice, outside of the vocabulary, or other ones than the mask.

@@ -31,10 +31,6 @@ class LayerShape:
     """The shape of a head's layers.
 
     Attributes:
-        size: width of its states.
-        inner: width of the gated feed-forward part.
-        heads, key_heads, head_dim: of the attention.
-        eps: of every norm.
         vocab: number of tokens of its embedding, the target's.
         windows: of each layer, the number of last positions that it sees; None for all.
         config: transformers' own, for the rotary embedding.
@@ -91,16 +87,10 @@ class LayerShape:
 def make_layer(
     files: HeadFiles, shape: LayerShape, at: str, number: int, target: SlotBackend, *, wide: int = 1, first: bool = True
 ) -> Layer:
-    """A lean layer from the weights of a head.
+    """A lean layer from the weights of a head whose names begin with `at`.
 
-    Args:
-        files: of the head.
-        shape: of its layers.
-        at: beginning of the names of its weights, with a dot.
-        number: of the layer.
-        target: for dtype and device.
-        wide: number of inputs of the attention side by side, each of the states' width.
-        first: whether it has a norm before the attention; else one without effect stands in, which is not applied.
+    Its attention reads `wide` inputs side by side. Without a norm before that, which only the `first` layer may lack,
+    one without effect stands in, and is not applied.
     """
     size, inner, queries, keys = shape.size, shape.inner, shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
 
@@ -140,15 +130,7 @@ def make_layer(
 def make_layers(
     files: HeadFiles, shape: LayerShape, target: SlotBackend, at: str = "layers.0.", **first: Any
 ) -> list[Layer]:
-    """All layers of a head.
-
-    Args:
-        files: of the head.
-        shape: of its layers.
-        target: for dtype and device.
-        at: beginning of the names of the first layer's weights.
-        first: how the first layer differs; see `make_layer`.
-    """
+    """All layers of a head; names of the first one begin with `at`, and `first` is how it differs (`make_layer`)."""
     others = (make_layer(files, shape, f"layers.{number}.", number, target) for number in range(1, len(shape.windows)))
     return [make_layer(files, shape, at, 0, target, **first), *others]
 
@@ -178,13 +160,7 @@ def kind_of(window: int | None) -> str:
 
 
 class Passes:
-    """What all layers of a head share in a pass: rotary angles and masks.
-
-    Args:
-        shape: of the layers.
-        layers: the lean layers.
-        target: for dtype and device.
-    """
+    """What all layers of a head share in a pass: rotary angles and masks."""
 
     def __init__(self, shape: LayerShape, layers: list[Layer], target: SlotBackend) -> None:
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

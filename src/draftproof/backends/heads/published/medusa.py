@@ -31,15 +31,7 @@ _PREFIXES = ("", "medusa_head.")
 
 
 class MedusaBackend(ParallelBackend):
-    """Medusa heads over the target they were made for.
-
-    Args:
-        source: directory or hub id of the heads.
-        target: the target's backend.
-
-    Raises:
-        UserError: as `read_head`; made for another model, or weights that do not fit the config.
-    """
+    """Medusa heads over the target they were made for."""
 
     def __init__(self, source: str, target: SlotBackend) -> None:
         files = read_head(source, "medusa", weights=_FILES)

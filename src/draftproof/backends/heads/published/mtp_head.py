@@ -55,15 +55,7 @@ class MtpHeadNet(PublishedNet):
 
 
 def mtp_head_backend(source: str, target: SlotBackend) -> StepsBackend:
-    """A prediction layer over the target it was made for.
-
-    Args:
-        source: directory or hub id of the head.
-        target: the target's backend.
-
-    Raises:
-        UserError: as `read_head` and `MtpHeadNet`.
-    """
+    """A prediction layer over the target it was made for."""
     files = read_head(source, MtpHeadNet.algorithm)
     net = MtpHeadNet(files, target)
     files.refuse_left()

@@ -22,10 +22,6 @@ class PublishedNet(HeadNet):
 
     Args:
         files: of the head; what is read is taken out of its tensors.
-        target: the model it was made for.
-
-    Attributes:
-        algorithm: the drafter that reads it.
 
     Raises:
         UserError: made for another model, weights that do not fit the config, or parts that are not read here.
@@ -39,15 +35,7 @@ class PublishedNet(HeadNet):
 
     @classmethod
     def load(cls, source: str, target: SlotBackend) -> HeadBackend:
-        """A head over the target it was made for.
-
-        Args:
-            source: directory or hub id of the head.
-            target: the target's backend.
-
-        Raises:
-            UserError: as `read_head` and the class.
-        """
+        """A head over the target it was made for."""
         files = read_head(source, cls.algorithm)
         net = cls(files, target)
         files.refuse_left()
@@ -68,11 +56,4 @@ class PublishedNet(HeadNet):
     def _run(
         self, x: Float[Tensor, "tokens dim"], embedded: Float[Tensor, "tokens dim"], at: Pass, masks: dict[str, Any]
     ) -> Float[Tensor, "tokens dim"]:
-        """The states after the tokens.
-
-        Args:
-            x: the states before them.
-            embedded: their embeddings.
-            at: the pass.
-            masks: of each kind of layer.
-        """
+        """The states after the tokens."""

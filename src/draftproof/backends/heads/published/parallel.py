@@ -43,7 +43,6 @@ class ParallelSession(Session):
     """The tokens of a request, and the rows of this round.
 
     Args:
-        owner: the target's session; this one leaves out its first token.
         inner: what the head itself has read, where it has a cache.
 
     Attributes:
@@ -95,12 +94,7 @@ class ParallelBackend(ABC):
     """A head that drafts all tokens in one pass; subclasses compute the rows.
 
     Args:
-        target: a backend of a transformers model.
-        name: in errors and reports.
         places: number of tokens that are drafted.
-        width: of the states.
-        layers: whose hidden states of the target it reads; () for the last ones.
-        ids: the tokens that it can draft, ascending; None for all.
     """
 
     back = 0

@@ -26,7 +26,6 @@ class _MaskedSession(FollowingSession):
     """What the head has read of a sequence; the nodes of a feed are masked places.
 
     Args:
-        cache, owner, layers: as `FollowingSession`.
         mask: the state before every masked place.
     """
 
@@ -54,15 +53,7 @@ class _MaskedBackend(HeadBackend):
 
 
 class PEagleBackend(ParallelBackend):
-    """A P-EAGLE head over the target it was made for.
-
-    Args:
-        source: directory or hub id of the head.
-        target: the target's backend.
-
-    Raises:
-        UserError: as `read_head` and `Eagle3Net`; no mask token.
-    """
+    """A P-EAGLE head over the target it was made for."""
 
     def __init__(self, source: str, target: SlotBackend) -> None:
         files = read_head(source, "peagle")

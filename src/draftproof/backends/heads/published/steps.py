@@ -19,9 +19,6 @@ from draftproof.backends.heads.base import FollowingSession, HeadBackend
 class StepsSession(Session):
     """The tokens of a request, and what each layer has read of them.
 
-    Args:
-        inner: the session of each layer.
-
     Attributes:
         root: number of tokens that were read before the draft; None before the first feed of a round.
     """
@@ -45,9 +42,7 @@ class StepsBackend:
     """Prediction layers as a draft model: as many tokens as layers, each by its own one.
 
     Args:
-        target: a backend of a transformers model.
         layers: each over the states of the one before, without the first token of its session.
-        name: in errors and reports.
     """
 
     back = 0
