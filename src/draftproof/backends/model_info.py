@@ -100,32 +100,20 @@ def input_device(model: Any) -> torch.device:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts of a causal language model.
+    """Facts of a causal language model."""
 
-    Attributes:
-        name: how errors and reports call it.
-        vocab_size: width of a row of logits.
-        hidden_size: width of a hidden state.
-        layers: number of decoder layers.
-        max_positions: longest sequence; None when unbounded.
-        dtype, device: of the weights; the device is where tokens are fed.
-        bits: of a quantized weight; None where weights have the dtype.
-        eos_token_ids: tokens that end a text.
-        bos_token_id: the token that begins one; None where the config names none.
-        sampling_defaults: the fields that the generation config sets.
-    """
-
-    name: str
-    vocab_size: int
-    hidden_size: int
-    layers: int
-    max_positions: int | None
+    name: str  # how errors and reports call it
+    vocab_size: int  # width of a row of logits
+    hidden_size: int  # width of a hidden state
+    layers: int  # number of decoder layers
+    max_positions: int | None  # longest sequence; None when unbounded
+    # dtype, device: of the weights; the device is where tokens are fed
     dtype: torch.dtype
     device: torch.device
-    bits: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    bits: int | None = None  # of a quantized weight; None where weights have the dtype
+    eos_token_ids: tuple[int, ...] = ()  # tokens that end a text
+    bos_token_id: int | None = None  # the token that begins one; None where the config names none
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # the fields that the generation config sets
 
     @property
     def size(self) -> int:

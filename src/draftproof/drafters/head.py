@@ -18,17 +18,11 @@ from draftproof.stoppers.base import Stopper
 
 @runtime_checkable
 class Following(Backend, Protocol):
-    """A head's backend.
+    """A head's backend."""
 
-    Attributes:
-        layers: whose hidden states of the target it reads; () for the last ones.
-        back: 0 where its sessions leave out the first token of the target's.
-        deepest: largest depth of a draft; None where there is no limit.
-    """
-
-    layers: tuple[int, ...]
-    back: int
-    deepest: int | None
+    layers: tuple[int, ...]  # whose hidden states of the target it reads; () for the last ones
+    back: int  # 0 where its sessions leave out the first token of the target's
+    deepest: int | None  # largest depth of a draft; None where there is no limit
 
     def follow(self, owner: Session) -> Session:
         """A session that reads what the target's session has read, with its states."""

@@ -36,26 +36,19 @@ class Packaged:
     float32, because rounding the dequantised values to bfloat16 moves them: 79% of SmolLM2's change, by up to 0.39% (on
     1024 tokens of WikiText that keeps 99.7% of the mass of each distribution, and 99.4% of the top-1 tokens). Load with
     dtype bfloat16 where speed is worth that.
-
-    Attributes:
-        package, release: name and version of the package.
-        download: its size in MB.
-        member, sha256: the GGUF file inside it, and the checksum of that file.
-        licence: of the weights.
-        megabytes: size on disk, after the conversion where there is one.
-        about: one line for the list of models.
-        converted: whether it is converted; else it is decoded in the file's own few bits.
     """
 
+    # package, release: name and version of the package
     package: str
     release: str
-    download: int
+    download: int  # its size in MB
+    # member, sha256: the GGUF file inside it, and the checksum of that file
     member: str
     sha256: str
-    licence: str
-    megabytes: int
-    about: str
-    converted: bool = True
+    licence: str  # of the weights
+    megabytes: int  # size on disk, after the conversion where there is one
+    about: str  # one line for the list of models
+    converted: bool = True  # whether it is converted; else it is decoded in the file's own few bits
 
     @property
     def file(self) -> str:

@@ -43,19 +43,12 @@ class UnavailableError(UserError):
 
 @dataclass(frozen=True)
 class Level:
-    """A kind of processor that the library is built for.
+    """A kind of processor that the library is built for."""
 
-    Attributes:
-        name: that of the x86-64 psABI, where there is one; with Arm, instructions that products are made of.
-        needs: flags that the processor must have, or its vendor.
-        flags: for the compiler.
-        machine: as in `platform.machine` on Linux; None for any.
-    """
-
-    name: str
-    needs: frozenset[str]
-    flags: tuple[str, ...]
-    machine: str | None = "x86_64"
+    name: str  # that of the x86-64 psABI, where there is one; with Arm, instructions that products are made of
+    needs: frozenset[str]  # flags that the processor must have, or its vendor
+    flags: tuple[str, ...]  # for the compiler
+    machine: str | None = "x86_64"  # as in `platform.machine` on Linux; None for any
 
 
 _LINUX_FLAGS = {  # of compilers' names of instructions, where they are not the same

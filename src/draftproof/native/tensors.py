@@ -42,12 +42,9 @@ def require_quantizable(bits: int, group: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Interleaved:
-    """A weight in the order in which C reads it.
+    """A weight in the order in which C reads it."""
 
-    Attributes:
-        blocks: [outputs / 16, inputs / unit, 16, unit]; outputs and inputs are padded with zeros.
-    """
-
+    # [outputs / 16, inputs / unit, 16, unit]; outputs and inputs are padded with zeros
     blocks: Float[Tensor, "blocks units lanes unit"]
     outs: int
     ins: int
@@ -81,15 +78,10 @@ class Interleaved:
 
 @dataclass(frozen=True, eq=False)
 class MeasuredInputs:
-    """What is known of the inputs of a weight that is to be quantized, from rows that a model has read.
+    """What is known of the inputs of a weight that is to be quantized, from rows that a model has read."""
 
-    Attributes:
-        counts: how much the error of each input's weights counts, positive.
-        mean: of each input.
-    """
-
-    counts: Float32[Tensor, " ins"]
-    mean: Float32[Tensor, " ins"]
+    counts: Float32[Tensor, " ins"]  # how much the error of each input's weights counts, positive
+    mean: Float32[Tensor, " ins"]  # of each input
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,17 +90,15 @@ class Quantized:
 
     A weight is offset + scale * number. Each group of neighbouring inputs of an output has its own scale and offset:
     below 8 bits a byte each, in steps of the output's own, so that 4 bits in groups of 32 take 4.5.
-
-    Attributes:
-        blocks: [outputs / 16, bytes]; outputs and inputs are padded. With one dimension more, several weights.
-        lost: mean of what the outputs lack, where the mean of the inputs was known.
     """
 
+    # [outputs / 16, bytes]; outputs and inputs are padded. With one dimension more, several weights
     blocks: UInt8[Tensor, "*matrices blocks bytes"]
     outs: int
     ins: int
     bits: int
     group: int
+    # mean of what the outputs lack, where the mean of the inputs was known
     lost: Float32[Tensor, " outs"] | None = None
 
     @property

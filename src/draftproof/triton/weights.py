@@ -38,21 +38,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, eq=False)
 class DeviceWeight:
-    """A weight of 4 or 8 bits: offset + scale * number, where a group of neighbouring inputs has its own two.
+    """A weight of 4 or 8 bits: offset + scale * number, where a group of neighbouring inputs has its own two."""
 
-    Attributes:
-        words: [outputs, words] of 32 bits. A piece of 32 inputs has 4 words where numbers have 4 bits, and 8 where they
-            have 8. Word j of four neighbouring ones has the numbers of every fourth input, from input j on, the first
-            in its lowest bits: what several words have at the same place are neighbours.
-        scales: [outputs, groups], each a scale in bfloat16 in the lower half, and an offset in the upper one.
-        lost: mean of what the outputs lack, where the mean of the inputs was known.
-    """
-
+    # [outputs, words] of 32 bits. A piece of 32 inputs has 4 words where numbers have 4 bits, and 8 where they have 8.
+    # Word j of four neighbouring ones has the numbers of every fourth input, from input j on, the first in its lowest
+    # bits: what several words have at the same place are neighbours
     words: Int32[Tensor, "outs words"]
+    # [outputs, groups], each a scale in bfloat16 in the lower half, and an offset in the upper one
     scales: Int32[Tensor, "outs groups"]
     ins: int
     bits: int
     group: int
+    # mean of what the outputs lack, where the mean of the inputs was known
     lost: Float32[Tensor, " outs"] | None = None
 
     def to_dense(self) -> Float[Tensor, "out in"]:

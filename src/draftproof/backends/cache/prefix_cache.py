@@ -44,16 +44,14 @@ class PrefixCache:
 
     Args:
         shortest: tokens; shorter sessions are not kept, and shorter beginnings not reused.
-
-    Attributes:
-        reused: tokens that were taken over instead of being read, of all models together.
     """
 
     def __init__(self, most: int = MOST_SESSIONS, most_nbytes: int = MOST_NBYTES, *, shortest: int = SHORTEST) -> None:
         self.most = most
         self.most_nbytes = most_nbytes
         self.shortest = shortest
-        self.reused = self._nbytes = 0
+        self.reused = 0  # tokens that were taken over instead of being read, of all models together
+        self._nbytes = 0
         self._kept: list[_Kept] = []  # the most recently used one last
 
     def __len__(self) -> int:

@@ -26,18 +26,10 @@ class SlotBackend(ABC):
 
     Args:
         cache: of another backend that shares keys and values; a new one by default.
-
-    Attributes:
-        max_positions: the longest sequence it reads; None when unbounded.
-        bounded_by: why that is shorter than the model's context; empty when it is not.
-        embed: embeddings [*shape, dim] of token ids [*shape], as the first layer reads them.
-        prefill: tokens of a prompt that are read in one pass.
-        packs: whether feeds of any lengths are read in one pass without padding.
-        keeps: whether what calibration finds is kept in files; not for weights that training changes again and again.
     """
 
     kind: str
-    embed: Callable[[Tensor], Tensor]
+    embed: Callable[[Tensor], Tensor]  # embeddings [*shape, dim] of token ids [*shape], as the first layer reads them
 
     def __init__(self, facts: ModelInfo, *, cache: SlotCache | None = None) -> None:
         self.facts = facts
@@ -45,12 +37,13 @@ class SlotBackend(ABC):
         self.vocab_size = facts.vocab_size
         self.dtype = facts.dtype
         self.device = facts.device
-        self.max_positions = facts.max_positions
-        self.bounded_by = ""
+        self.max_positions = facts.max_positions  # the longest sequence it reads; None when unbounded
+        self.bounded_by = ""  # why that is shorter than the model's context; empty when it is not
         self.capabilities = Capabilities(hidden=facts.hidden_size)
         self._cache = SlotCache(facts.max_positions) if cache is None else cache
-        self.prefill = PREFILL_CHUNK
-        self.packs = False
+        self.prefill = PREFILL_CHUNK  # tokens of a prompt that are read in one pass
+        self.packs = False  # whether feeds of any lengths are read in one pass without padding
+        # whether what calibration finds is kept in files; not for weights that training changes again and again
         self.keeps = True
         self._recorded: tuple[tuple[int, ...], ...] = ()
 

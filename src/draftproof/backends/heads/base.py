@@ -27,20 +27,14 @@ from draftproof.backends.cache.slot_cache import SlotCache
 
 
 class HeadNet(ABC):
-    """The network of a head.
+    """The network of a head."""
 
-    Attributes:
-        width: of the states that it makes.
-        layers: whose hidden states of the target it reads, side by side; () for the last ones, after the final norm.
-        ids: the tokens that it can draft, ascending; None for all of the target's.
-        logits: of `ids`, from states after the tokens.
-    """
-
-    width: int
+    width: int  # of the states that it makes
+    # whose hidden states of the target it reads, side by side; () for the last ones, after the final norm
     layers: tuple[int, ...] = ()
-    ids: Int[Tensor, " ids"] | None = None
+    ids: Int[Tensor, " ids"] | None = None  # the tokens that it can draft, ascending; None for all of the target's
     embed: Callable[[Tensor], Tensor]
-    logits: Callable[[Tensor], Tensor]
+    logits: Callable[[Tensor], Tensor]  # of `ids`, from states after the tokens
 
     def fuse(self, states: Float[Tensor, "tokens inner"]) -> Float[Tensor, "tokens dim"]:
         """The target's states in the form and width of the head's own; here they have that already."""
@@ -58,18 +52,13 @@ class HeadNet(ABC):
 
 
 class Above(NamedTuple):
-    """The states before the tokens of a feed: first those of others, then the head's own.
+    """The states before the tokens of a feed: first those of others, then the head's own."""
 
-    Attributes:
-        theirs, own: None where there are none.
-        lead: how many of the first tokens have no state before them.
-        true: how many tokens have a state that is not the head's own, or none.
-    """
-
+    # theirs, own: None where there are none
     theirs: Float[Tensor, "tokens inner"] | None
     own: Float[Tensor, "tokens dim"] | None
-    lead: int
-    true: int
+    lead: int  # how many of the first tokens have no state before them
+    true: int  # how many tokens have a state that is not the head's own, or none
 
 
 class FollowingSession(SlotSession):
@@ -79,9 +68,6 @@ class FollowingSession(SlotSession):
         owner: the session of the same sequence whose states are read: the target's, or that of an earlier head.
         back: 1 where the token of slot s stands in slot s of the owner too, so that the state before it is that of slot
             s - 1, and the first token has none; 0 where this session leaves out the owner's first token.
-
-    Attributes:
-        certain: leading slots that were read with the owner's states; the others are read again when those are there.
     """
 
     def __init__(self, cache: SlotCache, owner: Session, layers: tuple[int, ...] = (), back: int = 1) -> None:
@@ -89,6 +75,7 @@ class FollowingSession(SlotSession):
         self.owner = owner
         self.layers = layers
         self.back = back
+        # leading slots that were read with the owner's states; the others are read again when those are there
         self.certain = 0
 
     def _empty(self) -> None:
@@ -134,21 +121,17 @@ class FollowingSession(SlotSession):
 class HeadBackend:
     """A head over the target it was made for.
 
-    Attributes:
-        layers: whose hidden states of the target it reads.
-        deepest: largest depth of a draft; None where there is no limit.
-
     Raises:
         UserError: the target records no such states.
     """
 
-    deepest: int | None = None
+    deepest: int | None = None  # largest depth of a draft; None where there is no limit
 
     def __init__(self, target: SlotBackend, net: HeadNet, name: str, *, back: int = 1) -> None:
         self.name = name
         self.net = net
         self.back = back
-        self.layers = net.layers
+        self.layers = net.layers  # whose hidden states of the target it reads
         self.vocab_size = target.vocab_size
         self.device = target.device
         self.max_positions = target.max_positions

@@ -28,24 +28,18 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # rotated queries, keys and
 
 @dataclass(frozen=True)
 class FeatureConfig:
-    """The shape of a feature head, and its target.
-
-    Attributes:
-        heads, key_heads: of the attention; key_heads divides heads, heads divides hidden_size.
-        ids: number of tokens it can draft; others have probability 0, which lowers acceptance and not exactness.
-        own_output: whether it has an output layer of its own instead of these rows of the target's.
-        window: number of last tokens it attends to.
-    """
+    """The shape of a feature head, and its target."""
 
     target: str
     hidden_size: int
     vocab_size: int
+    # heads, key_heads: of the attention; key_heads divides heads, heads divides hidden_size
     heads: int
     key_heads: int
     inner_size: int
-    ids: int
-    own_output: bool = False
-    window: int = 256
+    ids: int  # number of tokens it can draft; others have probability 0, which lowers acceptance and not exactness
+    own_output: bool = False  # whether it has an output layer of its own instead of these rows of the target's
+    window: int = 256  # number of last tokens it attends to
     rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:

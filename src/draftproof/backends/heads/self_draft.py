@@ -20,13 +20,9 @@ from draftproof.errors import UserError, reason
 
 
 class SelfDraftBackend(SlotBackend):
-    """A smaller form of a model, which reads and writes the whole model's cache.
+    """A smaller form of a model, which reads and writes the whole model's cache."""
 
-    Attributes:
-        stationary: whether its probabilities after a text are the same in every round.
-    """
-
-    stationary = True
+    stationary = True  # whether its probabilities after a text are the same in every round
 
     def __init__(self, whole: SlotBackend, part: SlotBackend, name: str) -> None:
         super().__init__(whole.facts, cache=whole.cache)

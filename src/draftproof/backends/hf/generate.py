@@ -29,15 +29,10 @@ _OF_GENERATE = {"synced_gpus", "streamer"}  # arguments of the loop, not of the 
 
 @dataclass
 class _Kept:
-    """What transformers keeps of a sequence between two steps.
+    """What transformers keeps of a sequence between two steps."""
 
-    Attributes:
-        options: the arguments of the model's next call, with its cache.
-        length: tokens that were read.
-    """
-
-    options: dict[str, Any]
-    length: int
+    options: dict[str, Any]  # the arguments of the model's next call, with its cache
+    length: int  # tokens that were read
 
 
 class PlainSession(SlotSession):

@@ -120,22 +120,17 @@ def limits_of(model: Any) -> list[Limit]:
 
 @dataclass(frozen=True, eq=False)
 class Scenario:
-    """Tokens to read, and the logits that the unchanged model computes for them.
+    """Tokens to read, and the logits that the unchanged model computes for them."""
 
-    Attributes:
-        tokens, other: two sequences; the second is short.
-        rows, other_rows: the model's logits after each token.
-        limit: the limit that the tokens exceed; None for the check of every model.
-        lowered: the limit's value during the check; None where it is not changed.
-        stepped: in place of `rows`, by the number of tokens that are read in one pass before the others.
-    """
-
+    # tokens, other: two sequences; the second is short
     tokens: list[int]
     other: list[int]
+    # rows, other_rows: the model's logits after each token
     rows: Float[Tensor, "tokens vocab"]
     other_rows: Float[Tensor, "other vocab"]
-    limit: Limit | None = None
-    lowered: int | None = None
+    limit: Limit | None = None  # the limit that the tokens exceed; None for the check of every model
+    lowered: int | None = None  # the limit's value during the check; None where it is not changed
+    # in place of `rows`, by the number of tokens that are read in one pass before the others
     stepped: Mapping[int, Float[Tensor, "tokens vocab"]] = field(default_factory=dict)
 
     def after(self, first: int) -> Float[Tensor, "tokens vocab"]:
@@ -152,9 +147,6 @@ class Probe:
             families whose code computes other numbers for one token than for several.
         rounded: whether inputs of products are rounded to 8 bits, which makes differences of the last digits larger.
 
-    Attributes:
-        windows: the kinds of attention mask that the model builds.
-
     Raises:
         UserError: its logits are not finite.
         UndraftableError: the model cannot be read piece by piece.
@@ -170,7 +162,7 @@ class Probe:
         self._rounded = rounded
         self._models = [model]  # whose limits are lowered together
         try:
-            self.windows: Windows = windows_of(model)
+            self.windows: Windows = windows_of(model)  # the kinds of attention mask that the model builds
         except Exception as cause:
             raise UndraftableError(
                 f"{name} ({type(model).__name__}) cannot read two tokens: {reason(cause)}"

@@ -91,35 +91,26 @@ class _Followed(SlotSession):
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass.
-
-    Attributes:
-        changes: of each model's slots since the last pass.
-    """
+    """A forward pass."""
 
     backend: int
-    changes: Sequence[tuple[int, Change]]
+    changes: Sequence[tuple[int, Change]]  # of each model's slots since the last pass
     rows: Sequence[Row]
 
 
 @dataclass
 class Group:
-    """The processes that share models.
-
-    Attributes:
-        backends: models in the order in which they were loaded.
-        changes: of slots since the last pass, by number of the model.
-        lock: held while a pass is computed: passes of several models take turns.
-        lost: why it cannot be used any more.
-    """
+    """The processes that share models."""
 
     size: int
     rank: int
     control: Any
-    backends: list[ParallelBackend] = field(default_factory=list)
+    backends: list[ParallelBackend] = field(default_factory=list)  # models in the order in which they were loaded
+    # of slots since the last pass, by number of the model
     changes: list[tuple[int, Change]] = field(default_factory=list)
+    # held while a pass is computed: passes of several models take turns
     lock: threading.RLock = field(default_factory=threading.RLock)
-    lost: str = ""
+    lost: str = ""  # why it cannot be used any more
 
     @property
     def leads(self) -> bool:

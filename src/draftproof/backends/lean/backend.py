@@ -194,9 +194,6 @@ class LeanBackend(LeanForward):
         check: compare it with transformers' own forward pass now, whose rows are computed before anything moves.
         pack: whether to pack weights for the CPU.
 
-    Attributes:
-        probe: what was compared, where it was.
-
     Raises:
         UserError: no lean forward for this model, or its rows are not those of transformers' own.
     """
@@ -206,7 +203,7 @@ class LeanBackend(LeanForward):
         self.model = model.eval()
         traits = readable_traits(model, facts.name)
         self.config = model.config
-        self.probe = Probe(model, facts.name) if check else None
+        self.probe = Probe(model, facts.name) if check else None  # what was compared, where it was
         self.windows = windows_of(model) if self.probe is None else self.probe.windows
         model.requires_grad_(requires_grad=False)
         kinds = getattr(model.config, "layer_types", None)

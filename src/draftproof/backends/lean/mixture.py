@@ -28,11 +28,6 @@ class Mixture:
     Args:
         mlp: its linear layers, under the names that `Traits.linear` has; weights of experts are [experts, out, in], or
             matrices of few bits with all their outputs.
-
-    Attributes:
-        router: gives the logits of the experts.
-        experts: what gates and ups, and what downs of all of them are.
-        arguments: for native.c; they hold addresses of tensors that are kept here.
     """
 
     def __init__(self, mlp: Any, traits: Traits, like: Tensor) -> None:
@@ -40,9 +35,11 @@ class Mixture:
         assert experts is not None, "the caller looked"
         assert operations is not None, "whoever reads experts wants native operations"
         self._operations = operations
-        self.router = fuse(mlp, ["gate"])
+        self.router = fuse(mlp, ["gate"])  # gives the logits of the experts
+        # what gates and ups, and what downs of all of them are
         self.experts = tuple(_Experts(mlp.experts, names, experts.count) for names in (traits.gate_up, ("down_proj",)))
         self._shared = _shared(mlp, traits, experts)
+        # for native.c; they hold addresses of tensors that are kept here
         self.arguments = MixtureArguments(
             router=linear_arguments(self.router),
             gate_up=self.experts[0].arguments,

@@ -51,66 +51,43 @@ class UnreadError(Exception):
 
 @dataclass(frozen=True)
 class Experts:
-    """How the experts of a layer divide the work.
+    """How the experts of a layer divide the work."""
 
-    Attributes:
-        count: of those that a router chooses from.
-        chosen: of a token.
-        whole: whether the shares of a token's experts add up to 1.
-        factor: of the shares.
-        shared: whether there is one more, for all tokens.
-        weighed: whether that one has a share, too.
-    """
-
-    count: int
-    chosen: int
-    whole: bool = True
-    factor: float = 1.0
-    shared: bool = False
-    weighed: bool = False
+    count: int  # of those that a router chooses from
+    chosen: int  # of a token
+    whole: bool = True  # whether the shares of a token's experts add up to 1
+    factor: float = 1.0  # of the shares
+    shared: bool = False  # whether there is one more, for all tokens
+    weighed: bool = False  # whether that one has a share, too
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What differs between the families that the lean forward reads; by default those of Llama.
+    """What differs between the families that the lean forward reads; by default those of Llama."""
 
-    Attributes:
-        norms: names of a layer's norms before attention, after it, before the feed-forward part and after it.
-        offset: added to the weights of every norm.
-        qkv, gate_up: names of the linear layers that are one product here.
-        turned: names of the norms of queries and keys, if there are.
-        whole: whether these are over all heads together.
-        activation: of the gates, a name of ACTIVATIONS, or "clamped" (`native.operations`).
-        experts: of the feed-forward part, where it is a mixture of them.
-        sinks: whether attention has a score without a value for each head.
-        embedding: factor of the embedding module.
-        entering: factor of what it gives to the layers.
-        residual: factor of what a part adds to the hidden states.
-        divisor: of the logits.
-        logit_cap, cap: soft limit of the logits, and of attention scores (cap tanh(x / cap)); 0 for none.
-        order: of each head's numbers in queries and keys (`rotary`); empty where it is the family's own.
-        angles: frequencies and factor of each kind of rotary embedding; () until the model was watched.
-        angles_of: the kind of each layer, as an index of `angles`.
-    """
-
+    # names of a layer's norms before attention, after it, before the feed-forward part and after it
     norms: tuple[str | None, ...] = _NORMS[0]
-    offset: float = 0.0
+    offset: float = 0.0  # added to the weights of every norm
+    # qkv, gate_up: names of the linear layers that are one product here
     qkv: tuple[str, ...] = _QKV[0]
     gate_up: tuple[str, ...] = _GATE_UP[0]
-    turned: tuple[str, ...] = ()
-    whole: bool = False
-    activation: str = "silu"
-    experts: Experts | None = None
-    sinks: bool = False
-    embedding: float = 1.0
-    entering: float = 1.0
-    residual: float = 1.0
-    divisor: float = 1.0
+    turned: tuple[str, ...] = ()  # names of the norms of queries and keys, if there are
+    whole: bool = False  # whether these are over all heads together
+    activation: str = "silu"  # of the gates, a name of ACTIVATIONS, or "clamped" (`native.operations`)
+    experts: Experts | None = None  # of the feed-forward part, where it is a mixture of them
+    sinks: bool = False  # whether attention has a score without a value for each head
+    embedding: float = 1.0  # factor of the embedding module
+    entering: float = 1.0  # factor of what it gives to the layers
+    residual: float = 1.0  # factor of what a part adds to the hidden states
+    divisor: float = 1.0  # of the logits
+    # logit_cap, cap: soft limit of the logits, and of attention scores (cap tanh(x / cap)); 0 for none
     logit_cap: float = 0.0
     cap: float = 0.0
+    # of each head's numbers in queries and keys (`rotary`); empty where it is the family's own
     order: tuple[int, ...] = ()
+    # frequencies and factor of each kind of rotary embedding; () until the model was watched
     angles: tuple[tuple[tuple[float, ...], float], ...] = ()
-    angles_of: tuple[int, ...] = ()
+    angles_of: tuple[int, ...] = ()  # the kind of each layer, as an index of `angles`
 
     @property
     def linear(self) -> dict[str, tuple[str, ...]]:
@@ -435,8 +412,6 @@ class _Watch:
     they do what they always do.
 
     Attributes:
-        turned: whether each layer turns its queries and keys.
-        cap: soft limit of scores; 0 for none.
         divisor, logit_cap: what the output layer's results go through.
 
     Raises:
@@ -470,8 +445,9 @@ class _Watch:
             logits = twin(input_ids=ids, use_cache=False).logits
         if self._layer != total - 1 or self._calls != total or len(self._caps) != 1:
             raise UnreadError("its layers do not attend once each, one after another, all in the same way")
+        # whether each layer turns its queries and keys
         self.turned = [number in self._turned for number in range(total)]
-        self.cap = self._caps.pop()
+        self.cap = self._caps.pop()  # soft limit of scores; 0 for none
         self.divisor, self.logit_cap = _output(shown, logits, model.config)
 
     def _enter(self, *_: Any) -> None:

@@ -35,20 +35,14 @@ _IDS = 200  # how many single ids `describe` compares
 
 @dataclass(frozen=True)
 class Description:
-    """What a tokenizer's file does not say.
-
-    Attributes:
-        special_tokens: as chat templates get them, by name.
-        chat_template: in Jinja's language; None where there is none.
-        renders: whether the template makes the same text here.
-        response_template: how answers are read back, as transformers has it; None where there is none.
-    """
+    """What a tokenizer's file does not say."""
 
     eos_token_id: int | None
     bos_token_id: int | None
-    special_tokens: dict[str, Any]
-    chat_template: str | None
-    renders: bool
+    special_tokens: dict[str, Any]  # as chat templates get them, by name
+    chat_template: str | None  # in Jinja's language; None where there is none
+    renders: bool  # whether the template makes the same text here
+    # how answers are read back, as transformers has it; None where there is none
     response_template: dict[str, Any] | None = None
 
 

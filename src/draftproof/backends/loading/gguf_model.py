@@ -72,31 +72,19 @@ _IN_LAYER = {
 
 @dataclass(frozen=True)
 class Family:
-    """What an architecture's metadata do not say.
+    """What an architecture's metadata do not say."""
 
-    Attributes:
-        traits: how layers are read; factors and angles come from the metadata.
-        permuted: whether rows of queries and keys are stored so that numbers that are turned together are neighbours.
-        neighbours: whether numbers that are turned together are neighbours in the weights themselves.
-        names: of tensors in a layer, where they differ from `_IN_LAYER`.
-        gemma: embeddings are scaled by the root of their width, and norms are stored with 1 added.
-        window_of: whether a layer has a window, by its number.
-        local_base: base of the angles in layers with a window, where it is another one.
-        turns: whether a layer turns queries and keys, by its number.
-        whole_shares: whether the shares of a token's experts add up to 1.
-        whole_pairs: whether YaRN's bounds between high and low frequencies are whole numbers.
-    """
-
-    traits: Traits = LLAMA
+    traits: Traits = LLAMA  # how layers are read; factors and angles come from the metadata
+    # whether rows of queries and keys are stored so that numbers that are turned together are neighbours
     permuted: bool = False
-    neighbours: bool = False
-    names: tuple[tuple[str, str], ...] = ()
-    gemma: bool = False
-    window_of: Callable[[int], bool] | None = None
-    local_base: float | None = None
-    turns: Callable[[int], bool] | None = None
-    whole_shares: bool = True
-    whole_pairs: bool = True
+    neighbours: bool = False  # whether numbers that are turned together are neighbours in the weights themselves
+    names: tuple[tuple[str, str], ...] = ()  # of tensors in a layer, where they differ from `_IN_LAYER`
+    gemma: bool = False  # embeddings are scaled by the root of their width, and norms are stored with 1 added
+    window_of: Callable[[int], bool] | None = None  # whether a layer has a window, by its number
+    local_base: float | None = None  # base of the angles in layers with a window, where it is another one
+    turns: Callable[[int], bool] | None = None  # whether a layer turns queries and keys, by its number
+    whole_shares: bool = True  # whether the shares of a token's experts add up to 1
+    whole_pairs: bool = True  # whether YaRN's bounds between high and low frequencies are whole numbers
 
 
 _TURNED = ("q_norm", "k_norm")

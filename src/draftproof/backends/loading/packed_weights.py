@@ -35,9 +35,6 @@ class PackedWeights(Weights):
     Args:
         dense: whether packed matrices whose inputs would be rounded are read as the numbers that they stand for.
 
-    Attributes:
-        packed: names of the packed matrices, without ".weight".
-
     Raises:
         UnreadError: fields that are not known here, or no packed matrix.
     """
@@ -50,6 +47,7 @@ class PackedWeights(Weights):
         self._method = _method_of(fields)
         self.bits = self._method.bits
         ending = f".{self._method.marker}"
+        # names of the packed matrices, without ".weight"
         self.packed = frozenset(name.removesuffix(ending) for name in self._files if name.endswith(ending))
         if not self.packed:
             raise UnreadError(f"it has no tensor whose name ends with {ending}: none of its matrices is packed")
@@ -153,21 +151,13 @@ def in_bytes(
 
 @dataclass(frozen=True)
 class _Method:
-    """How a method stores matrices.
+    """How a method stores matrices."""
 
-    Attributes:
-        bits: of a number.
-        marker: kind of a tensor that only packed matrices have.
-        beside: kinds of their further tensors.
-        shape: of a matrix by its name without a kind, [out, in].
-        matrix: by that name.
-    """
-
-    bits: int
-    marker: str
-    beside: tuple[str, ...]
-    shape: Callable[[PackedWeights, str], tuple[int, ...]]
-    matrix: Callable[[PackedWeights, str], StoredMatrix]
+    bits: int  # of a number
+    marker: str  # kind of a tensor that only packed matrices have
+    beside: tuple[str, ...]  # kinds of their further tensors
+    shape: Callable[[PackedWeights, str], tuple[int, ...]]  # of a matrix by its name without a kind, [out, in]
+    matrix: Callable[[PackedWeights, str], StoredMatrix]  # by that name
 
 
 def _method_of(fields: Mapping[str, Any]) -> _Method:

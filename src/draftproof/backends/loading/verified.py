@@ -51,15 +51,10 @@ _COLUMNS = 256  # of each row of logits that are kept
 
 @dataclass
 class KeptCheck:
-    """What is kept of the check of a model.
+    """What is kept of the check of a model."""
 
-    Attributes:
-        key: everything that the check depends on.
-        row: what an earlier check found; None where the model must be checked.
-    """
-
-    key: dict[str, Any]
-    row: dict[str, Any] | None
+    key: dict[str, Any]  # everything that the check depends on
+    row: dict[str, Any] | None  # what an earlier check found; None where the model must be checked
 
     @classmethod
     def of(cls, folder: Path, options: LoadOptions) -> KeptCheck | None:

@@ -28,14 +28,10 @@ MEASURED_BITS = 4  # of a weight; with 8, errors are small wherever they are
 
 
 class InputStatistics:
-    """Sums of one layer's inputs, and of their squares.
-
-    Attributes:
-        rows: that were added.
-    """
+    """Sums of one layer's inputs, and of their squares."""
 
     def __init__(self) -> None:
-        self.rows = 0
+        self.rows = 0  # that were added
         self._sum: Float32[Tensor, " in"] | None = None
         self._squares: Float32[Tensor, " in"] | None = None
 

@@ -73,16 +73,13 @@ class Product:
     Args:
         weight: plain; not kept here where packed weights are supported.
         pack: whether to pack the weight where that is supported.
-
-    Attributes:
-        layout: of the weight, "native", "oneDNN" or "plain".
     """
 
     def __init__(
         self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None, *, pack: bool = True
     ) -> None:
         self.bias = bias
-        self.layout = "plain"
+        self.layout = "plain"  # of the weight, "native", "oneDNN" or "plain"
         self.weight: Any = weight  # a tensor, or in a layout of native/
         self._multiply: Callable[..., Tensor] = F.linear
         operations = native.operations_for(weight) if pack else None

@@ -22,21 +22,17 @@ _WIDER = 1.25  # positions for a token of a text; SmolLM2 takes 1.04 for one of 
 
 
 class TranslatedBackend:
-    """A backend whose sessions and rows are over the target's vocabulary.
-
-    Attributes:
-        vocab_size: how many tokens are shared.
-        max_positions: as many tokens of the target at most; `room` says how many after a text.
-    """
+    """A backend whose sessions and rows are over the target's vocabulary."""
 
     def __init__(self, inner: Backend, tokens: TokenMap) -> None:
         self.inner = inner
         self.name = inner.name
         self.device = inner.device
         self.capabilities = inner.capabilities
+        # as many tokens of the target at most; `room` says how many after a text
         self.max_positions = inner.max_positions
         self._map = tokens.within(inner.vocab_size)
-        self.vocab_size = len(self._map)
+        self.vocab_size = len(self._map)  # how many tokens are shared
         self._ids: Int[Tensor, " width"] = self._map.target_ids.to(inner.device)
         self._columns: Int[Tensor, " width"] = self._map.draft_ids.to(inner.device)
 

@@ -41,14 +41,11 @@ class _Layer:
 
     Args:
         source: number of the target's layer whose keys and values it reads.
-
-    Attributes:
-        kind: of its attention.
     """
 
     def __init__(self, files: HeadFiles, shape: LayerShape, number: int, source: int, target: SlotBackend) -> None:
         at, size, config = f"model.layers.{number}.", shape.size, shape.config
-        self.kind = config.layer_types[number]
+        self.kind = config.layer_types[number]  # of its attention
         self._source = source
         self._dim = int(config.per_layer_config[number].head_dim)
         self._window = shape.windows[number]
@@ -92,11 +89,7 @@ class _Layer:
 
 
 class AssistantNet:
-    """The network of an assistant.
-
-    Attributes:
-        width: of the states that it reads and passes on, the target's.
-    """
+    """The network of an assistant."""
 
     def __init__(self, files: HeadFiles, target: HFBackend) -> None:
         from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
@@ -104,7 +97,7 @@ class AssistantNet:
         shape = _shape(files)
         config, vocab = shape.config, shape.vocab
         self._target = target
-        self.width = files.number("backbone_hidden_size")
+        self.width = files.number("backbone_hidden_size")  # of the states that it reads and passes on, the target's
         refuse_other_target(files, target, hidden=self.width, vocab=vocab)
         sources = _sources(files, config, target)
         self._enter = make_product(files, "pre_projection", shape.size, 2 * self.width, target)
@@ -217,17 +210,13 @@ class AssistantSession(Session):
 
     Args:
         owner: the target's session; this one leaves out its first token.
-
-    Attributes:
-        root: number of tokens that were read before the draft.
-        made: the states after the last committed token and after each drafted one; None before the first feed of a
-            round.
     """
 
     def __init__(self, owner: Session) -> None:
         super().__init__()
         self.owner = owner
-        self.root = 0
+        self.root = 0  # number of tokens that were read before the draft
+        # the states after the last committed token and after each drafted one; None before the first feed of a round
         self.made: list[Tensor] | None = None
 
     def rewind(self) -> None:

@@ -54,17 +54,11 @@ def embedding_of(files: HeadFiles, shape: LayerShape, target: SlotBackend) -> Ca
 
 
 class Output(NamedTuple):
-    """Which tokens a head drafts, and with which output layer.
+    """Which tokens a head drafts, and with which output layer."""
 
-    Attributes:
-        ids: the tokens, ascending; None for all.
-        order: of the rows in the files, for that; None where it is theirs.
-        product: the output layer.
-    """
-
-    ids: Int[Tensor, " ids"] | None
-    order: Int[Tensor, " ids"] | None
-    product: Product
+    ids: Int[Tensor, " ids"] | None  # the tokens, ascending; None for all
+    order: Int[Tensor, " ids"] | None  # of the rows in the files, for that; None where it is theirs
+    product: Product  # the output layer
 
 
 def output_of(files: HeadFiles, shape: LayerShape, target: SlotBackend) -> Output:

@@ -50,33 +50,20 @@ _UNREAD = (  # fields of the authors' layouts, beside those that are nested, whi
 
 
 class Sight(NamedTuple):
-    """What the places of a block see.
+    """What the places of a block see."""
 
-    Attributes:
-        window: positions before the block; None for all of them.
-        causal: whether a place sees only itself and those before it in the block.
-    """
-
-    window: int | None
-    causal: bool
+    window: int | None  # positions before the block; None for all of them
+    causal: bool  # whether a place sees only itself and those before it in the block
 
 
 class _Block(NamedTuple):
-    """What a config says of a head's blocks.
+    """What a config says of a head's blocks."""
 
-    Attributes:
-        size: places of a block, with that of the last committed token.
-        mask: token of the others.
-        layers: of the target, as the config counts them from 0 before the first layer.
-        first: the first place whose row is that of a drafted token.
-        sights: of each layer.
-    """
-
-    size: int
-    mask: int
-    layers: Any
-    first: int
-    sights: tuple[Sight, ...]
+    size: int  # places of a block, with that of the last committed token
+    mask: int  # token of the others
+    layers: Any  # of the target, as the config counts them from 0 before the first layer
+    first: int  # the first place whose row is that of a drafted token
+    sights: tuple[Sight, ...]  # of each layer
 
     @classmethod
     def of(cls, files: HeadFiles, shape: LayerShape, target: SlotBackend, net: type[DFlashNet]) -> _Block:
@@ -114,15 +101,10 @@ def _refuse_strange(files: HeadFiles, more: Sequence[str]) -> None:
 
 
 class Before(NamedTuple):
-    """What a row may depend on.
+    """What a row may depend on."""
 
-    Attributes:
-        tokens: those before it, from the last committed one on.
-        states: of all places of its block.
-    """
-
-    tokens: list[int]
-    states: Float[Tensor, "places dim"]
+    tokens: list[int]  # those before it, from the last committed one on
+    states: Float[Tensor, "places dim"]  # of all places of its block
 
 
 def last_tokens(before: Sequence[Before], device: torch.device) -> Int[Tensor, " rows"]:
@@ -131,21 +113,16 @@ def last_tokens(before: Sequence[Before], device: torch.device) -> Int[Tensor, "
 
 
 class DFlashNet:
-    """The network of a DFlash head.
-
-    Attributes:
-        from_anchor: whether the place of the last committed token drafts too, where the config does not say.
-        whole_windows: whether places of layers with a window see later ones too, where the config does not say.
-        conditional: whether a row depends on the tokens that were drafted before it.
-        predicts: see `Capabilities`.
-    """
+    """The network of a DFlash head."""
 
     algorithm: ClassVar[str] = "dflash"
+    # whether the place of the last committed token drafts too, where the config does not say
     from_anchor: ClassVar[bool] = False
+    # whether places of layers with a window see later ones too, where the config does not say
     whole_windows: ClassVar[bool] = False
     fields: ClassVar[tuple[str, ...]] = ()
-    conditional: ClassVar[bool] = False
-    predicts = False
+    conditional: ClassVar[bool] = False  # whether a row depends on the tokens that were drafted before it
+    predicts = False  # see `Capabilities`
 
     def __init__(self, files: HeadFiles, target: SlotBackend) -> None:
         shape = LayerShape.of(files)

@@ -77,9 +77,6 @@ class MarkovHead:
         first: a row of numbers for each token of the target.
         last: from these to logits.
         mixed: of the gate or of the recurrent state; None for kind vanilla.
-
-    Attributes:
-        rank: how many numbers a token has.
     """
 
     def __init__(self, kind: str, first: Float[Tensor, "vocab rank"], last: Product, mixed: Product | None) -> None:
@@ -87,7 +84,7 @@ class MarkovHead:
         self._first = first
         self._last = last
         self._mixed = mixed
-        self.rank = first.shape[-1]
+        self.rank = first.shape[-1]  # how many numbers a token has
 
     @classmethod
     def of(

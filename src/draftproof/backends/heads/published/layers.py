@@ -28,13 +28,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The shape of a head's layers.
-
-    Attributes:
-        vocab: number of tokens of its embedding, the target's.
-        windows: of each layer, the number of last positions that it sees; None for all.
-        config: transformers' own, for the rotary embedding.
-    """
+    """The shape of a head's layers."""
 
     size: int
     inner: int
@@ -42,9 +36,9 @@ class LayerShape:
     key_heads: int
     head_dim: int
     eps: float
-    vocab: int
-    windows: tuple[int | None, ...]
-    config: Any
+    vocab: int  # number of tokens of its embedding, the target's
+    windows: tuple[int | None, ...]  # of each layer, the number of last positions that it sees; None for all
+    config: Any  # transformers' own, for the rotary embedding
 
     @classmethod
     def of(cls, files: HeadFiles, family: str | None = None) -> LayerShape:

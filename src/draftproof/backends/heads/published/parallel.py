@@ -27,16 +27,12 @@ class Places(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a feed gets.
+    """What a feed gets."""
 
-    Attributes:
-        logits, states: rows of `Places`, the logits corrected by the drafted tokens where a head does that.
-        accepted: see `FeedOutput`.
-    """
-
+    # logits, states: rows of `Places`, the logits corrected by the drafted tokens where a head does that
     logits: Float[Tensor, "rows ids"]
     states: Float[Tensor, "rows dim"]
-    accepted: Float[Tensor, " rows"] | None = None
+    accepted: Float[Tensor, " rows"] | None = None  # see `FeedOutput`
 
 
 class ParallelSession(Session):
@@ -44,18 +40,14 @@ class ParallelSession(Session):
 
     Args:
         inner: what the head itself has read, where it has a cache.
-
-    Attributes:
-        places: the rows; None before the first feed of a round.
-        root: number of tokens that were read before the draft.
     """
 
     def __init__(self, owner: Session, inner: Session | None = None) -> None:
         super().__init__()
         self.owner = owner
         self.inner = inner
-        self.places: Places | None = None
-        self.root = 0
+        self.places: Places | None = None  # the rows; None before the first feed of a round
+        self.root = 0  # number of tokens that were read before the draft
 
     def rewind(self) -> None:
         """Forget the rows of the last round, and what was drafted."""

@@ -17,15 +17,12 @@ from draftproof.backends.heads.base import FollowingSession, HeadBackend
 
 
 class StepsSession(Session):
-    """The tokens of a request, and what each layer has read of them.
-
-    Attributes:
-        root: number of tokens that were read before the draft; None before the first feed of a round.
-    """
+    """The tokens of a request, and what each layer has read of them."""
 
     def __init__(self, inner: Sequence[FollowingSession]) -> None:
         super().__init__()
         self.inner = list(inner)
+        # number of tokens that were read before the draft; None before the first feed of a round
         self.root: int | None = None
 
     def rewind(self) -> None:
