@@ -29,6 +29,7 @@ from draftproof.backends.heads.feature_net import load_net
 from draftproof.backends.heads.published.eagle3 import eagle3_backend
 from draftproof.backends.heads.published.peagle import PEagleBackend
 from draftproof.backends.loading.by_name import Loaded, load_backend
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.bench.estimate import Estimate, bootstrap, geometric_mean
 from draftproof.drafters.head import Following, Rewound
@@ -60,7 +61,7 @@ def main() -> None:
         "runs": [],
     }
     tokenizer = load_tokenizer(models.resolve(given.target))
-    target = load_backend(given.target, dtype=given.dtype)
+    target = load_backend(given.target, LoadOptions(dtype=given.dtype))
     kinds = {
         TEXT: held_out_text(given.texts, given.form, tokenizer, given.seed, given.trials),
         ANSWERS: own_answers(given.prompts, target, tokenizer, given.seed, given.trials),

@@ -35,6 +35,7 @@ from draftproof.backends.base import Feed, unread
 from draftproof.backends.heads.feature_net import load_net
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.loading.by_name import load_backend
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.bench.questions import read_questions
 from draftproof.embedded import feature_head_dir
@@ -83,7 +84,7 @@ def decoded(engine: Engine, prompts: Sequence[list[int]], rounds: int, seed: int
 
 def measured_rounds(batches: Sequence[int], rounds: int, turns: int) -> list[dict[str, Any]]:
     """Rounds of SmolLM2-135M, every way to draft in turns."""
-    backend = load_backend(TARGET, dtype=DTYPE)
+    backend = load_backend(TARGET, LoadOptions(dtype=DTYPE))
     tokenizer = load_tokenizer(models.resolve(TARGET))
     texts = itertools.cycle(question.prompt for question in read_questions("mt-bench"))
     engines = {

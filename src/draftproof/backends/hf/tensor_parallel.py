@@ -46,7 +46,7 @@ class Load:
     """A model that all processes load."""
 
     source: str
-    options: Mapping[str, Any]
+    options: Any  # as of `load_backend`
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Group:
         """Tell the other processes what to do; None ends them."""
         torch.distributed.broadcast_object_list([message], src=0, group=self.control)
 
-    def load(self, source: str, options: Mapping[str, Any], load: Callable[..., Any]) -> ParallelBackend:
+    def load(self, source: str, options: Any, load: Callable[..., Any]) -> ParallelBackend:
         """Load a model together."""
         with self.lock, self._whole():
             self.send(Load(source, options))
@@ -130,7 +130,7 @@ class Group:
             raise UserError(said)
         return self.backends[-1]
 
-    def _load(self, load: Callable[..., Any], source: str, options: Mapping[str, Any]) -> str:
+    def _load(self, load: Callable[..., Any], source: str, options: Any) -> str:
         """Load this process's part; returns the first error that some process has."""
         made: list[Any] = []
 
@@ -141,7 +141,7 @@ class Group:
                 return self._first(str(error))
             return self._first("")
 
-        said = attempt(lambda: load(source, **options))
+        said = attempt(lambda: load(source, options))
         if not said:  # all check the model at once, as its passes need all of them
             said = attempt(lambda: ParallelBackend(made[0], self, name=source))
         if not said:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +22,7 @@ from draftproof.backends.lean.backend import LeanBackend, supports
 from draftproof.backends.lean.graph_backend import GraphBackend
 from draftproof.backends.loading.adapters import base_of, with_adapter
 from draftproof.backends.loading.language_model import reading_classes, text_part
-from draftproof.backends.loading.options import parse_device, parse_dtype
+from draftproof.backends.loading.options import LoadOptions, parse_device, parse_dtype
 from draftproof.backends.loading.packed_layers import PackedLayers
 from draftproof.backends.loading.quantization import packages_hint, quantization_for, refuse_unknown_quantization
 from draftproof.backends.recurrent.mixers import mixers_of
@@ -63,66 +64,32 @@ def current_name(backend: str) -> str:
     return name
 
 
-def load_backend(
-    source: str,
-    *,
-    dtype: str = "auto",
-    device: str | Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    check: bool = True,
-    backend: str = "auto",
-    adapter: str | None = None,
-    attn_implementation: str | None = None,
-    quantization_config: Any = None,
-    plainly: bool = False,
-    tensor_parallel: int = 1,
-) -> Loaded:
-    """A backend from a registered name, a hub id, a directory or a .gguf file; options as of `load_model`.
+def load_backend(source: str, options: LoadOptions | None = None) -> Loaded:
+    """A backend from a registered name, a hub id, a directory or a .gguf file.
 
-    With `plainly`, backend `auto` takes `generate` for a model whose drafts cannot be taken back. With
-    `tensor_parallel`, only process 0 returns (see `take_part`).
+    Weights that `options` asks to be rounded are not yet. With `tensor_parallel`, only process 0 returns (see
+    `take_part`).
 
     Raises:
         UserError: not found, broken, unable to roll back, or a backend that is none or does not support the model.
     """
-    backend = current_name(backend)
+    options = options or LoadOptions()
+    backend = current_name(options.backend)
     if backend not in BACKENDS:
         raise UserError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
-    if tensor_parallel != 1:
-        _refuse_undivided(
-            source,
-            tensor_parallel,
-            backend=backend,
-            device=device,
-            adapter=adapter,
-            quantization_config=quantization_config,
-        )
-        options = {
-            "dtype": dtype,
-            "trust_remote_code": trust_remote_code,
-            "attn_implementation": attn_implementation,
-            "tensor_parallel": tensor_parallel,
-        }
-        return take_part(tensor_parallel).load(source, options, _load_part)
-    load = partial(
-        load_model,
-        models.resolve(source),
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        adapter=adapter,
-        attn_implementation=attn_implementation,
-        quantization_config=quantization_config,
-    )
-    model = load()
+    if options.tensor_parallel != 1:
+        _refuse_undivided(source, replace(options, backend=backend))
+        return take_part(options.tensor_parallel).load(source, options, _load_part)
+    where = models.resolve(source)
+    model = load_model(where, options)
     kind = suitable(model) if backend == "auto" else backend
-    if attn_implementation is not None and kind in LEAN_KINDS:
+    if options.attn_implementation is not None and kind in LEAN_KINDS:
         raise UserError(
-            f"attn_implementation is {attn_implementation!r}, and {source} is read by backend {kind}, which has "
-            "its own attention: leave it out, or name backend hf"
+            f"attn_implementation is {options.attn_implementation!r}, and {source} is read by backend {kind}, which "
+            "has its own attention: leave it out, or name backend hf"
         )
     try:
-        made: Loaded = _BACKENDS[kind](model, name=source, check=check)
+        made: Loaded = _BACKENDS[kind](model, name=source, check=options.check)
     except UserError as cause:
         if backend != "auto" or (kind not in LEAN_KINDS and not isinstance(cause, UndraftableError)):
             raise
@@ -132,14 +99,14 @@ def load_backend(
     if kind in LEAN_KINDS:  # its parts are known, but not what it makes of them; the model was taken apart
         _log.warning("read by transformers' own forward pass: %s", because)
         del model  # before there are two
-        model = load()
+        model = load_model(where, options)
         try:
-            return HFBackend(model, name=source, check=check)
+            return HFBackend(model, name=source, check=options.check)
         except UndraftableError as cause:
             because = cause
-    if not plainly:
+    if not options.plainly:
         raise because
-    return _plainly(model, source, because, check=check)
+    return _plainly(model, source, because, check=options.check)
 
 
 def take_part(processes: int) -> parallel.Group:
@@ -157,17 +124,17 @@ def take_part(processes: int) -> parallel.Group:
     return group
 
 
-def _refuse_undivided(source: str, processes: int, **options: Any) -> None:
+def _refuse_undivided(source: str, options: LoadOptions) -> None:
     """Refuse what cannot be divided among processes, before anything is sent to them."""
-    what = f"tensor_parallel is {processes}"
-    if options["backend"] not in ("auto", HFBackend.kind):
+    what = f"tensor_parallel is {options.tensor_parallel}"
+    if options.backend not in ("auto", HFBackend.kind):
         raise UserError(
-            f"{what}, and backend is {options['backend']!r}: only transformers' own forward pass is divided among "
+            f"{what}, and backend is {options.backend!r}: only transformers' own forward pass is divided among "
             f"processes: use --backend {HFBackend.kind} (or auto, which takes it)"
         )
     for name in ("device", "adapter", "quantization_config"):
-        if options[name] is not None:
-            raise UserError(f"{what}, which does not go with {name} {options[name]!r}: leave one of them out")
+        if (given := getattr(options, name)) is not None:
+            raise UserError(f"{what}, which does not go with {name} {given!r}: leave one of them out")
     where = Path(models.resolve(source))
     if is_gguf(where) or base_of(str(where)) is not None:
         raise UserError(
@@ -183,12 +150,12 @@ def _refuse_undivided(source: str, processes: int, **options: Any) -> None:
         raise UserError(
             f"cannot read the config of {source!r}: {reason(cause)} (expected a hub id or a directory)"
         ) from cause
-    parallel.refuse_indivisible(config, processes, source)
+    parallel.refuse_indivisible(config, options.tensor_parallel, source)
 
 
-def _load_part(source: str, **options: Any) -> Any:
-    """Load this process's part of a model; options as of `load_model`."""
-    model = load_model(models.resolve(source), **options)
+def _load_part(source: str, options: LoadOptions) -> Any:
+    """Load this process's part of a model."""
+    model = load_model(models.resolve(source), options)
     if mixers_of(model):
         raise UserError(
             f"{source} has layers with a recurrent state, which are not divided among processes: use tensor_parallel 1"
@@ -213,53 +180,33 @@ def suitable(model: Any) -> str:
     return "snapshot" if mixers_of(model) else "hf"
 
 
-def load_model(
-    source: str,
-    *,
-    dtype: str = "auto",
-    device: str | Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    adapter: str | None = None,
-    attn_implementation: str | None = None,
-    quantization_config: Any = None,
-    tensor_parallel: int = 1,
-) -> Any:
+def load_model(source: str, options: LoadOptions | None = None) -> Any:
     """Load a causal LM from a hub id, a directory or a .gguf file; safetensors or GGUF only, never a pickle.
 
-    Of a multi-modal model the text part, or the whole model where that is not one of its own.
-
-    Args:
-        source: hub id, local directory, or path of a .gguf file (needs the extra `gguf`). An adapter is loaded with
-            its base model.
-        dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
-        device: "cpu", "cuda", "cuda:1"; default: an accelerator when there is one. "auto", or a device or "disk" for
-            each part by its name, spreads the model (needs accelerate).
-        trust_remote_code: run code that comes with the model.
-        adapter: a PEFT adapter for it, a directory or hub id (needs the extra `adapters`).
-        attn_implementation: one of ATTENTION; default transformers' own choice.
-        quantization_config: quantizes the weights while they are loaded, by transformers: one of its configs, the
-            fields of one, or JSON text or a .json file with them. Or the packed layers of a quantized checkpoint.
-        tensor_parallel: number of processes, each of which loads its part of the weights.
+    Of a multi-modal model the text part, or the whole model where that is not one of its own. An adapter is loaded with
+    its base model.
 
     Raises:
         UserError: nothing to load there, in one line.
     """
-    if attn_implementation not in (None, *ATTENTION):
-        raise UserError(f"attn_implementation: expected one of {', '.join(ATTENTION)}, got {attn_implementation!r}")
-    options: dict[str, Any] = {"dtype": parse_dtype(dtype), "trust_remote_code": trust_remote_code}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
-    options |= _placed(device) if tensor_parallel == 1 else _divided(tensor_parallel)
-    if quantization_config is not None:
-        options |= {"quantization_config": quantization_config, **_kept_where_quantized(options)}
+    options = options or LoadOptions()
+    attention, config, adapter = options.attn_implementation, options.quantization_config, options.adapter
+    if attention not in (None, *ATTENTION):
+        raise UserError(f"attn_implementation: expected one of {', '.join(ATTENTION)}, got {attention!r}")
+    given: dict[str, Any] = {"dtype": parse_dtype(options.dtype), "trust_remote_code": options.trust_remote_code}
+    if attention is not None:
+        given["attn_implementation"] = attention
+    given |= _placed(options.device) if options.tensor_parallel == 1 else _divided(options.tensor_parallel)
+    if config is not None:
+        given |= {"quantization_config": config, **_kept_where_quantized(given)}
     base = base_of(source)
     if base is not None and adapter is not None:
         raise UserError(f"{source!r} is itself an adapter, and another one is named ({adapter!r}): name one of them")
-    whole = partial(_load_whole, base or source, options)
+    whole = partial(_load_whole, base or source, given)
     named = adapter if base is None else source
     if named is not None:
         return with_adapter(whole, named)
-    return text_part(whole()) if "device" in options else whole()
+    return text_part(whole()) if "device" in given else whole()
 
 
 def refuse_gguf(name: str, what: str) -> None:

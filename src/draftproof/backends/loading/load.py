@@ -106,7 +106,7 @@ class LoadedModel:
             return own
         if self._gguf is None and (packed := read_packed(str(self._where), self.name, self._options)) is not None:
             return packed
-        made = load_backend(self.name, **self._options.of_transformers)
+        made = load_backend(self.name, self._options)
         if self._check is not None and type(made) is LeanBackend:
             # a tokenizer without transformers is described by transformers' own
             fast = isinstance(self.tokenizer, FastTokenizer)

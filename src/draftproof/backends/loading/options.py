@@ -24,9 +24,21 @@ WEIGHTS: dict[str, int | None] = {"auto": None, **{f"int{bits}": bits for bits i
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How a model is loaded: the arguments of `by_name.load_backend`, which explains them, and some more.
+    """How a model is loaded.
 
     Attributes:
+        dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
+        device: "cpu", "cuda", "cuda:1"; default: an accelerator when there is one. "auto", or a device or "disk" for
+            each part by its name, spreads the model (needs accelerate).
+        trust_remote_code: run code that comes with the model.
+        check: compare the backend with the model's own forward pass.
+        backend: one of `by_name.BACKENDS`.
+        adapter: a PEFT adapter for the model, a directory or hub id (needs the extra `adapters`).
+        attn_implementation: one of `by_name.ATTENTION`; default transformers' own choice.
+        quantization_config: quantizes the weights while they are loaded, by transformers: one of its configs, the
+            fields of one, or JSON text or a .json file with them. Or the packed layers of a quantized checkpoint.
+        plainly: take backend `generate` for a model whose drafts cannot be taken back, where backend is "auto".
+        tensor_parallel: number of processes, each of which loads its part of the weights.
         activations: one of ACTIVATIONS; see `gguf_model.read_model`.
         weights: one of WEIGHTS: the model is rounded to so many bits when it has been read.
         kv_dtype: one of KV_DTYPES; see `SlotBackend.round_kv`.
@@ -69,12 +81,6 @@ class LoadOptions:
             return None
         on_cpu = isinstance(self.device, str | None) and parse_device(self.device).type == "cpu"
         return dtypes.get(self.dtype) if on_cpu else None
-
-    @property
-    def of_transformers(self) -> dict[str, Any]:
-        """The arguments of `by_name.load_backend`."""
-        of_draftproof = ("activations", "weights", "kv_dtype")
-        return {name: value for name, value in vars(self).items() if name not in of_draftproof}
 
 
 def draft_dtype(name: str, dtype: str) -> tuple[str, int | None]:

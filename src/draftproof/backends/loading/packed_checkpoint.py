@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,8 @@ def read_packed(where: str, name: str, options: LoadOptions) -> SlotBackend | No
     except (KeyError, OSError, SafetensorError, TypeError, ValueError) as cause:
         _log.warning("%s is read by transformers and the packages of %s: %s is missing or odd", name, method, cause)
         return None
-    changed = {"dtype": str(dtype).removeprefix("torch."), "quantization_config": layers}
-    return load_backend(name, **{**options.of_transformers, **changed})
+    changed = replace(options, dtype=str(dtype).removeprefix("torch."), quantization_config=layers)
+    return load_backend(name, changed)
 
 
 def _config(where: str) -> dict[str, Any]:
