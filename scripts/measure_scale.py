@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import transformers
 from measure_shapes import configs, with_random_weights
+from scale_model import GAIN, Machine, Model, Setting, Speculation, layouts, pass_seconds, turned_off_at
 from scipy.optimize import least_squares
 
 from draftproof import models
@@ -45,7 +46,6 @@ from draftproof.errors import UserError
 from draftproof.provenance import KEY, run_facts
 from draftproof.results import Results, median_and_range, new_figure, save_figure, table
 from draftproof.sampling import SamplingParams
-from draftproof.theory.scale import GAIN, Machine, Model, Setting, Speculation, layouts, pass_seconds, turned_off_at
 
 TARGET, DTYPE, DRAFTED = "smollm2-135m", "bfloat16", 4
 DRAFTERS = {"plain": "none", "quantized:4": "quantized:4", "feature head": "feature_head"}
