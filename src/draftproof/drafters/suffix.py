@@ -334,7 +334,6 @@ class _Node:
         return 1.0 if self.counts is None else self.counts[self.best] / self.total
 
     def add(self, token: int) -> None:
-        """Count a token."""
         self.total += 1
         if self.counts is None:
             if token == self.best:

@@ -193,13 +193,7 @@ def hub_is_offline() -> bool:
     return value.upper() in _TRUE
 
 
-def pull(
-    name: str,
-    *,
-    offline: bool | None = None,
-    report: Report = _log.info,
-    progress: Progress = _ignore,
-) -> Path:
+def pull(name: str, *, offline: bool | None = None, report: Report = _log.info, progress: Progress = _ignore) -> Path:
     """Fetch the registered model `name`, unless it is there; returns its directory, or its file if it is kept as one.
 
     The directory appears whole or not at all; `provenance.json` in it says where the weights come from. Where another

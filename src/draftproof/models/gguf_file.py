@@ -143,7 +143,6 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _parts(path: Path) -> list[Path]:
-    """All files of a model."""
     found = _PART.fullmatch(path.name)
     if found is None:
         return [path]

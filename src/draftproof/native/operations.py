@@ -33,6 +33,10 @@ NEIGHBOURS = 64  # entries of a row of logits whose maximum is taken together
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 
 
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 def _checked_groups(groups: Sequence[tuple[int, int, int]], matrices: int, rows: int) -> ctypes.Array[ctypes.c_int64]:
     for matrix, first, count in groups:
         if not (0 <= matrix < matrices and first >= 0 and count >= 0 and first + count <= rows):
@@ -116,13 +120,13 @@ class Operations:
     ) -> Float[Tensor, "*rows out"]:
         """x W^T + b, summed in float32 and rounded once; if `onto` is given, added to it and rounded again."""
         ins, outs = weight.ins, weight.outs
-        require("weight", weight.blocks, self.dtype, Interleaved.shape(outs, weight.ins, self._unit))
-        x, y, tensors = self._rows(x, weight, bias, onto)
-        self._product(*tensors, x.numel() // ins, outs, ins, torch.get_num_threads())
+        require("weight", weight.blocks, self.dtype, Interleaved.shape(outs, ins, self._unit))
+        x, y, addresses = self._rows(x, weight, bias, onto)
+        self._product(*addresses, x.numel() // ins, outs, ins, torch.get_num_threads())
         return y
 
     def _rows(
-        self, x: Tensor, weight: Interleaved | Quantized, bias: Tensor | None, onto: Tensor | None
+        self, x: Tensor, weight: Interleaved | Quantized | GGMLWeight, bias: Tensor | None, onto: Tensor | None
     ) -> tuple[Tensor, Tensor, tuple[int | None, ...]]:
         """The checked rows of a product, new memory for its outputs, and the addresses of all of them for C."""
         x, outs = x.contiguous(), weight.outs
@@ -132,8 +136,7 @@ class Operations:
         y = x.new_empty((*x.shape[:-1], outs))
         if onto is not None:
             require("onto", onto, self.dtype, y.shape)
-        addresses = [None if each is None else each.data_ptr() for each in (x, weight.blocks, bias, onto, y)]
-        return x, y, tuple(addresses)
+        return x, y, (x.data_ptr(), weight.arguments[0], _address(bias), _address(onto), y.data_ptr())
 
     def rows_product(
         self,
@@ -168,9 +171,9 @@ class Operations:
         self._rows_product(
             x.data_ptr(),
             weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
+            _address(bias),
             y.data_ptr(),
-            None if sums is None else sums.data_ptr(),
+            _address(sums),
             given,
             len(chosen),
             outs,
@@ -215,11 +218,11 @@ class Operations:
         ins, outs, bits, group = weight.ins, weight.outs, weight.bits, weight.group
         require_quantizable(bits, group)
         require("weight", weight.blocks, torch.uint8, Quantized.shape(outs, ins, bits, group))
-        x, y, tensors = self._rows(x, weight, bias, onto)
+        x, y, addresses = self._rows(x, weight, bias, onto)
         rows = x.numel() // ins
         memory = torch.empty(quantized_inputs_size(rows, ins), dtype=torch.uint8)
         sizes = rows, outs, ins, bits, group
-        self._quantized_product(*tensors, *sizes, memory.data_ptr(), torch.get_num_threads())
+        self._quantized_product(*addresses, *sizes, memory.data_ptr(), torch.get_num_threads())
         return y
 
     def quantized_rows_product(
@@ -241,7 +244,7 @@ class Operations:
         y = x.new_empty((len(x), outs))
         memory = torch.empty(quantized_inputs_size(len(x), ins), dtype=torch.uint8)
         sizes = len(groups), outs, ins, bits, group, weight.blocks.stride(0)
-        addresses = x.data_ptr(), weight.blocks.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
+        addresses = x.data_ptr(), weight.blocks.data_ptr(), _address(bias), y.data_ptr()
         self._quantized_rows_product(*addresses, given, *sizes, memory.data_ptr(), torch.get_num_threads())
         return y
 
@@ -262,26 +265,17 @@ class Operations:
         onto: Float[Tensor, "*rows out"] | None = None,
     ) -> Float[Tensor, "*rows out"]:
         """`product` with a weight of few bits, whose layouts say how inputs are rounded (`ggml.INPUTS`)."""
-        x, (outs, ins) = x.contiguous(), (weight.outs, weight.ins)
-        require("x", x, self.dtype, (*x.shape[:-1], ins))
-        if bias is not None:
-            require("bias", bias, self.dtype, (outs,))
-        y = x.new_empty((*x.shape[:-1], outs))
-        if onto is not None:
-            require("onto", onto, self.dtype, y.shape)
-        rows = x.numel() // ins
-        memory = torch.empty(ggml_inputs_size(rows, ins), dtype=torch.uint8)
-        bias_at, onto_at = (None if each is None else each.data_ptr() for each in (bias, onto))
-        addresses = x.data_ptr(), weight.arguments[0], bias_at, onto_at, y.data_ptr()
-        self._ggml_product(*addresses, rows, outs, ins, memory.data_ptr(), torch.get_num_threads())
+        x, y, addresses = self._rows(x, weight, bias, onto)
+        rows = x.numel() // weight.ins
+        memory = torch.empty(ggml_inputs_size(rows, weight.ins), dtype=torch.uint8)
+        self._ggml_product(*addresses, rows, weight.outs, weight.ins, memory.data_ptr(), torch.get_num_threads())
         return y
 
     def ggml_repacked(self, matrix: StoredMatrix) -> GGMLWeight:
         """A stored matrix in the order in which `ggml_product` reads it."""
         blocks = torch.empty(repacked_shape(matrix.outs, matrix.ins, matrix.type), dtype=torch.uint8)
-        rows = None if matrix.rows is None else matrix.rows.data_ptr()
-        sizes = matrix.outs, matrix.ins, matrix.type
-        self._ggml_repack(matrix.content.data_ptr(), rows, blocks.data_ptr(), *sizes, torch.get_num_threads())
+        addresses = matrix.content.data_ptr(), _address(matrix.rows), blocks.data_ptr()
+        self._ggml_repack(*addresses, matrix.outs, matrix.ins, matrix.type, torch.get_num_threads())
         return GGMLWeight((Segment(blocks, matrix.outs, matrix.type),), matrix.ins)
 
     def ggml_rows(self, matrix: StoredMatrix, ids: Int[Tensor, "*some"]) -> Float[Tensor, "*some in"]:
@@ -316,12 +310,8 @@ class Operations:
         """
         x, (outs, ins) = x.contiguous(), (logits.shape[-1], x.shape[-1])
         blocked = isinstance(weight, Interleaved)
-        if isinstance(weight, Interleaved):
-            require("weight", weight.blocks, self.dtype, Interleaved.shape(outs, ins, self._unit))
-            address = weight.blocks.data_ptr()
-        else:
-            require("weight", weight, self.dtype, (outs, ins))
-            address = weight.data_ptr()
+        numbers = weight.blocks if isinstance(weight, Interleaved) else weight
+        require("weight", numbers, self.dtype, Interleaved.shape(outs, ins, self._unit) if blocked else (outs, ins))
         require("x", x, self.dtype, (*logits.shape[:-1], ins))
         require("logits", logits, self.dtype)
         if bias is not None:
@@ -332,7 +322,7 @@ class Operations:
         places = torch.empty(rows * count, dtype=torch.int64)
         size = 2 * -(-outs // NEIGHBOURS) + 3 * count * NEIGHBOURS
         memory = torch.empty(threads * size, dtype=torch.float32)
-        addresses = x.data_ptr(), address, None if bias is None else bias.data_ptr(), logits.data_ptr()
+        addresses = x.data_ptr(), numbers.data_ptr(), _address(bias), logits.data_ptr()
         sizes = rows, outs, ins, count, int(blocked), size
         self._rescore(*addresses, places.data_ptr(), memory.data_ptr(), *sizes, threads)
 
@@ -401,8 +391,7 @@ class Operations:
         out, end = torch.empty_like(values), values.new_empty((rows, heads, dim, size))
         given = (queries, keys, values, decays, betas, state, end, out)
         sizes = (rows, tokens, key_heads, heads, dim, size, dim if by_channel else 1, int(unit))
-        addresses = [None if each is None else each.data_ptr() for each in given]
-        self._delta_rule(*addresses, *sizes, torch.get_num_threads())
+        self._delta_rule(*map(_address, given), *sizes, torch.get_num_threads())
         return out, end
 
     def attend(
@@ -430,7 +419,7 @@ class Operations:
         given.out = out.data_ptr()
         given.keys = keys.data_ptr()
         given.values = values.data_ptr()
-        given.scales = None if scales is None else scales.data_ptr()
+        given.scales = _address(scales)
         self._attend(ctypes.addressof(given), torch.get_num_threads())
         return out
 
@@ -471,18 +460,18 @@ class Operations:
 
     def softmax(self, x: Float32[Tensor, "*rows dim"]) -> Float32[Tensor, "*rows dim"]:
         """Softmax of each row, in new memory."""
-        x = x.contiguous()
-        require("x", x, torch.float32)
-        y, dim = torch.empty_like(x), x.shape[-1]
-        self._softmax(x.data_ptr(), y.data_ptr(), x.numel() // max(dim, 1), dim, torch.get_num_threads())
-        return y
+        return self._by_row(self._softmax, x)
 
     def greedy(self, x: Float32[Tensor, "*rows dim"]) -> Float32[Tensor, "*rows dim"]:
         """1 at the first largest entry of each row, 0 elsewhere, in new memory."""
+        return self._by_row(self._greedy, x)
+
+    @staticmethod
+    def _by_row(function: Any, x: Tensor) -> Tensor:
         x = x.contiguous()
         require("x", x, torch.float32)
         y, dim = torch.empty_like(x), x.shape[-1]
-        self._greedy(x.data_ptr(), y.data_ptr(), x.numel() // max(dim, 1), dim, torch.get_num_threads())
+        function(x.data_ptr(), y.data_ptr(), x.numel() // max(dim, 1), dim, torch.get_num_threads())
         return y
 
     def legal(self, x: Float[Tensor, "*rows dim"]) -> bool:
@@ -524,7 +513,7 @@ class Operations:
         if q is not None:
             require("q", q, torch.float32, (batch, places, vocab))
         running, h = (torch.empty(tokens.shape, dtype=torch.float64) for _ in range(2))
-        given = tokens.data_ptr(), None if q is None else q.data_ptr(), p.data_ptr(), lengths.data_ptr()
+        given = tokens.data_ptr(), _address(q), p.data_ptr(), lengths.data_ptr()
         if not self._block(*given, running.data_ptr(), h.data_ptr(), batch, places, more, vocab):
             raise ValueError(f"lengths {lengths.tolist()} of {places}, or drafted tokens outside 0 to {vocab - 1}")
         return running, h
@@ -542,8 +531,7 @@ class Operations:
         require("out", out, torch.float32, p.shape)
         if q is not None:
             require("q", q, torch.float32, p.shape)
-        given = None if q is None else q.data_ptr()
-        self._residual(p.data_ptr(), given, drafted, scale, out.data_ptr(), p.shape[-1])
+        self._residual(p.data_ptr(), _address(q), drafted, scale, out.data_ptr(), p.shape[-1])
 
     def inverse_cdf(self, weights: Float32[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
         """The first index of each row whose cumulative weight exceeds u times the total; see `rng.inverse_cdf`."""

@@ -104,9 +104,7 @@ class Layout:
         return range(max(chain - 1, 0), self.plan.widths[row])
 
     def split(
-        self,
-        logits: Float[Tensor, "rows columns vocab"],
-        states: Float[Tensor, "rows width dim"] | None,
+        self, logits: Float[Tensor, "rows columns vocab"], states: Float[Tensor, "rows width dim"] | None
     ) -> list[FeedOutput]:
         """The output of each feed; `logits` has every column, or only `columns`."""
         trimmed = logits.shape[1] < self.positions.shape[1]

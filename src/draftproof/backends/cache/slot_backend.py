@@ -23,9 +23,6 @@ class SlotBackend(ABC):
     """A model whose keys and values are in a slot cache; subclasses compute one pass.
 
     Two threads may use one backend: each call of `forward` and each change of a session's slot holds the cache's lock.
-
-    Args:
-        cache: of another backend that shares keys and values; a new one by default.
     """
 
     kind: str

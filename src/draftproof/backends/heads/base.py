@@ -118,34 +118,59 @@ class FollowingSession(SlotSession):
         )
 
 
-class HeadBackend:
-    """A head over the target it was made for.
+class TargetHead(ABC):
+    """A head over the target it was made for, whose sessions keep the states that it reads, from now on.
+
+    Args:
+        target: a backend of a transformers model.
+        name: in errors and reports.
+        width: of the states that it makes.
+        layers: whose hidden states of the target it reads; () for the last ones.
+        trees: whether its drafts may branch.
 
     Raises:
         UserError: the target records no such states.
     """
 
+    back = 0  # see `FollowingSession`
     deepest: int | None = None  # largest depth of a draft; None where there is no limit
 
-    def __init__(self, target: SlotBackend, net: HeadNet, name: str, *, back: int = 1) -> None:
+    def __init__(
+        self, target: SlotBackend, name: str, *, width: int, layers: tuple[int, ...] = (), trees: bool = True
+    ) -> None:
         self.name = name
-        self.net = net
-        self.back = back
-        self.layers = net.layers  # whose hidden states of the target it reads
+        self.layers = layers
         self.vocab_size = target.vocab_size
         self.device = target.device
         self.max_positions = target.max_positions
-        self.capabilities = Capabilities(trees=target.capabilities.trees, hidden=net.width)
-        self._dtype = target.dtype
-        self._cache = SlotCache(target.max_positions)
-        target.record_states(net.layers)
+        self.capabilities = Capabilities(trees=trees, hidden=width)
+        target.record_states(layers)
 
-    def open(self) -> FollowingSession:
-        """A session without a target's: it can read one token, and continue it one by one."""
+    def open(self) -> Session:
+        """A session without a target's."""
         return self.follow(Session())
 
-    def follow(self, owner: Session) -> FollowingSession:
+    @abstractmethod
+    def follow(self, owner: Session) -> Session:
         """A session that reads what the target's session has read, with its states."""
+
+    @abstractmethod
+    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
+        """Read every feed."""
+
+
+class HeadBackend(TargetHead):
+    """A head whose network is on the target's device; it reads tokens one by one, or a level of drafted ones."""
+
+    def __init__(self, target: SlotBackend, net: HeadNet, name: str, *, back: int = 1) -> None:
+        super().__init__(target, name, width=net.width, layers=net.layers, trees=target.capabilities.trees)
+        self.net = net
+        self.back = back
+        self._dtype = target.dtype
+        self._cache = SlotCache(target.max_positions)
+
+    def follow(self, owner: Session) -> FollowingSession:
+        """See `TargetHead`."""
         return FollowingSession(self._cache, owner, self.net.layers, self.back)
 
     def sequences_nbytes(self, lengths: Sequence[int]) -> int:

@@ -26,15 +26,7 @@ _KIND = "full_attention"
 
 
 class LeanNet(HeadNet):
-    """A head's network as the lean forward runs a model's layer: the same numbers as `FeatureNet`, in fewer operations.
-
-    Args:
-        target: whose embedding it reads, and whose output layer where it has none.
-        bits: of quantized weights; None for weights of its dtype.
-
-    Raises:
-        UserError: it cannot be quantized here.
-    """
+    """A head's network as the lean forward runs a layer: the same numbers as `FeatureNet`, in fewer operations."""
 
     def __init__(self, net: FeatureNet, target: SlotBackend, bits: int | None = None) -> None:
         config = net.config
@@ -111,10 +103,6 @@ def _angles(config: FeatureConfig, like: Tensor, *, position_ids: Int[Tensor, "1
 
 class FeatureBackend(HeadBackend):
     """A feature head over the target it was made for.
-
-    Args:
-        target: a backend of a transformers model; its sessions keep their states from now on.
-        bits: of quantized weights, 4 or 8. None for weights of its dtype.
 
     Raises:
         UserError: made for a target of another name, width or vocabulary, or it cannot be quantized here.

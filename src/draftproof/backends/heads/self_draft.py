@@ -62,9 +62,6 @@ class SelfDraftBackend(SlotBackend):
 class EarlyExitBackend(SelfDraftBackend):
     """The first `layers` layers of a backend's model, followed by its own final norm and output layer.
 
-    Args:
-        layers: how many of its layers, 1 to one less than all.
-
     Raises:
         UserError: a number out of range, or the model's first layers do not work on their own.
     """
@@ -85,13 +82,6 @@ class QuantizedBackend(SelfDraftBackend):
 
     Inside a draft it reads keys that its own layers wrote. In the next round the accepted tokens have the target's
     keys, and after the same text it has other probabilities. That matters only to rules that remember earlier rounds.
-
-    Args:
-        whole: the backend of the whole model; the cache is shared with it, and all other weights.
-        part: the quantized model, where it is made already (`SlotBackend.quantizing`).
-
-    Raises:
-        UserError: another number of bits, or a model that has no quantized form here.
     """
 
     stationary = False

@@ -168,7 +168,6 @@ class HFBackend(SlotBackend):
             handle.remove()
 
     def _inputs(self, layout: Layout, view: CacheView) -> dict[str, Any]:
-        """What the forward pass takes beside the tokens."""
         return {"attention_mask": self._masks(layout), "position_ids": layout.positions, self._cache_name: view}
 
     def _masks(self, layout: Layout) -> Tensor | dict[str, Tensor | None]:

@@ -169,7 +169,6 @@ def _last(output: FeedOutput, rows: int) -> FeedOutput:
 
 
 def _replaced(output: FeedOutput, rows: list[int], other: FeedOutput) -> FeedOutput:
-    """An output with some rows of another."""
     logits, hidden = output.logits.clone(), output.hidden
     logits[rows] = other.logits[rows]
     if hidden is not None and other.hidden is not None:

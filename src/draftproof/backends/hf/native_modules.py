@@ -118,7 +118,6 @@ class _NativeLinear(nn.Module):
     bias: Any
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
-        """The layer's outputs."""
         operations = _few(x, self.weight, MOST_ROWS)
         if operations is None:
             made: Tensor = super().forward(x)
@@ -214,11 +213,9 @@ class _NativeExperts(nn.Module):
 
     @property
     def name_of_first(self) -> str:
-        """The name of the parameter that each expert multiplies first."""
         return "gate_up_proj" if self.has_gate else "up_proj"
 
     def matrices(self, name: str) -> Float[Tensor, "experts out in"]:
-        """The weights of that name."""
         weight: Tensor = getattr(self, name).detach()
         return weight.transpose(1, 2) if self.is_transposed else weight
 

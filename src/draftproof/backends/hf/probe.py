@@ -265,7 +265,6 @@ class Probe:
         return limit.name in self._source() or masks.get(limit.name) in self.windows.kinds
 
     def _rotary_kinds(self) -> list[str]:
-        """Types of the model's rotary embeddings."""
         kinds = [getattr(module, "rope_type", None) for module in self._model.modules()]
         return [name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind]) if name]
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -149,7 +150,6 @@ class Group:
         return said
 
     def _first(self, said: str) -> str:
-        """The first of what the processes say."""
         every: list[str] = [""] * self.size
         torch.distributed.all_gather_object(every, said, group=self.control)
         return next(filter(None, every), "")
@@ -293,11 +293,7 @@ def _device() -> torch.device:
 
 
 def refuse_indivisible(config: Any, size: int, name: str) -> None:
-    """Refuse a model that transformers cannot divide among so many processes.
-
-    Raises:
-        UserError: it has no plan, or heads that are no multiple of the number.
-    """
+    """Refuse a model that transformers cannot divide among so many processes."""
     text = config.get_text_config()
     if not getattr(text, "base_model_tp_plan", None):
         raise UserError(
@@ -316,41 +312,18 @@ def refuse_indivisible(config: Any, size: int, name: str) -> None:
 
 
 class ParallelCache(SlotCache):
-    """The slot cache of one process's heads; what happens to slots between passes is noted for the others.
-
-    Args:
-        note: called with each change, once it is made.
-    """
+    """The slot cache of one process's heads; what happens to slots between passes is noted for the others."""
 
     def __init__(self, note: Callable[[Change], None]) -> None:
         super().__init__()
         self._note_change = note
+        for name in ("acquire", "release", "trim", "copy", "gather"):
+            setattr(self, name, partial(self._changed, name, getattr(self, name)))
 
-    def acquire(self) -> int:
-        """See SlotCache."""
-        slot = super().acquire()
-        self._note_change(("acquire", ()))
-        return slot
-
-    def release(self, slot: int) -> None:
-        """See SlotCache."""
-        super().release(slot)
-        self._note_change(("release", (slot,)))
-
-    def trim(self, slot: int, length: int) -> None:
-        """See SlotCache."""
-        super().trim(slot, length)
-        self._note_change(("trim", (slot, length)))
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        """See SlotCache."""
-        super().copy(source, target, length)
-        self._note_change(("copy", (source, target, length)))
-
-    def gather(self, slot: int, base: int, positions: Sequence[int]) -> None:
-        """See SlotCache."""
-        super().gather(slot, base, positions)
-        self._note_change(("gather", (slot, base, tuple(positions))))
+    def _changed(self, name: str, change: Callable[..., Any], *arguments: Any) -> Any:
+        made = change(*arguments)
+        self._note_change((name, arguments))
+        return made
 
 
 class ParallelBackend(HFBackend):

@@ -20,12 +20,12 @@ from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.cache.windows import windows_of
 from draftproof.backends.hf.probe import Probe
-from draftproof.backends.lean.checkpoint import Architecture
+from draftproof.backends.lean.checkpoint import Architecture, StateWeights
 from draftproof.backends.lean.layers import Lean
 from draftproof.backends.lean.native_layers import NativeLayers
 from draftproof.backends.lean.traits import Traits, UnreadError, is_stock, seen_traits, traits_of
 from draftproof.backends.model_info import ModelInfo
-from draftproof.backends.new_weights import EMBEDDING, HEAD, StateWeights, refuse_misfits, state_of
+from draftproof.backends.new_weights import EMBEDDING, HEAD, refuse_misfits, state_of
 from draftproof.backends.products.calibration import InputStatistics, write
 from draftproof.errors import UserError
 from draftproof.native.tensors import BITS

@@ -7,11 +7,12 @@ forward before (`Architecture.of`).
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -24,19 +25,20 @@ from draftproof.backends.lean.traits import Traits
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-@runtime_checkable
-class TensorsByName(Protocol):
+class TensorsByName(ABC):
     """Where the weights of a model come from."""
 
+    @abstractmethod
     def __contains__(self, name: str) -> bool: ...
 
-    def __getitem__(self, name: str) -> Tensor:
+    @abstractmethod
+    def __getitem__(self, name: str) -> Any:
         """The tensor, in the dtype and on the device where it is used."""
-        ...
 
-    def optional(self, name: str) -> Tensor | None:
+    def optional(self, name: str) -> Any:
         """The tensor, if it is there."""
-        ...
+        found = name in self
+        return self[name] if found else None
 
 
 @dataclass(frozen=True)
@@ -189,8 +191,8 @@ def _linear(weights: TensorsByName, name: str) -> SimpleNamespace:
     return SimpleNamespace(weight=weight, bias=bias, out_features=len(weight))
 
 
-class Weights:
-    """The tensors of a checkpoint by name, each read when it is asked for."""
+class Weights(TensorsByName):
+    """The tensors of a checkpoint by name, each read when it is asked for and converted to a dtype."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
@@ -200,16 +202,25 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def optional(self, name: str) -> Tensor | None:
-        """The tensor, if it is there."""
-        if name not in self:
-            return None
-        return self[name]
-
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Any:
         """A copy of the tensor, so that it does not change with its file."""
-        found: Tensor = self._files[name].get_tensor(name)
-        return found.to(self._dtype, copy=True)
+        return self._files[name].get_tensor(name).to(self._dtype, copy=True)
+
+
+class StateWeights(TensorsByName):
+    """Tensors of a state dict, each converted to a dtype and moved to a device when it is asked for."""
+
+    def __init__(self, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        self._state = state
+        self._dtype = dtype
+        self._device = device
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._state
+
+    def __getitem__(self, name: str) -> Any:
+        """A copy of the tensor, so that it does not change with the module it comes from."""
+        return self._state[name].detach().to(self._device, self._dtype, copy=True)
 
 
 def weight_files(folder: Path) -> list[Path]:

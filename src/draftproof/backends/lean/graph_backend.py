@@ -64,9 +64,6 @@ class GraphBackend(LeanBackend, GraphForward):
     """A transformers model whose lean forward is recorded.
 
     Where CUDA cannot record it, a warning says so, and it works as backend lean does.
-
-    Raises:
-        UserError: no lean forward for this model, it is not on CUDA, or the probe found a difference.
     """
 
     def __init__(self, model: Any, *, name: str | None = None, check: bool = True) -> None:
@@ -91,11 +88,7 @@ class GraphBackend(LeanBackend, GraphForward):
 
 
 class RecordedPasses:
-    """Passes over narrow feeds, recorded as CUDA graphs.
-
-    Args:
-        bucket: horizons are rounded up to a multiple of this.
-    """
+    """Passes over narrow feeds, recorded as CUDA graphs."""
 
     def __init__(self, lean: Lean, *, bucket: int) -> None:
         self._lean = lean

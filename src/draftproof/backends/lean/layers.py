@@ -254,7 +254,6 @@ def embedding_of(weight: Any, factor: float) -> Embedding:
 
 
 def _scaled(x: Float[Tensor, "*shape"], factor: float) -> Float[Tensor, "*shape"]:
-    """The product with a factor, in place."""
     return x if factor == 1.0 else x.mul_(factor)
 
 
@@ -453,7 +452,6 @@ class Layer:
 
 
 def _turned_norm(attention: Any, heads: Heads, traits: Traits, *, pack: bool) -> Norm | WholeNorm | None:
-    """The norm of queries and keys."""
     if not hasattr(attention, "q_norm"):
         return None
     both, counts = (attention.q_norm, attention.k_norm), (heads.queries, heads.keys)

@@ -68,11 +68,7 @@ class Mixture:
 
 
 class _Experts:
-    """The weights of all experts that are multiplied with the same rows.
-
-    Args:
-        names: theirs, in the order of their outputs.
-    """
+    """The weights of all experts that are multiplied with the same rows."""
 
     def __init__(self, owner: Any, names: Sequence[str], count: int) -> None:
         layers = [getattr(owner, name) for name in names]
@@ -93,7 +89,6 @@ class _Experts:
 
 
 def _shared(mlp: Any, traits: Traits, experts: Experts) -> dict[str, Product]:
-    """The products of the expert of all tokens, where there is one."""
     if not experts.shared:
         return {}
     made = {

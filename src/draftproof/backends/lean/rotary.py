@@ -56,12 +56,7 @@ class Rope:
 
 
 class Rotary:
-    """Rotary angles with constant frequencies, as transformers computes them.
-
-    Args:
-        inv_freq: radians per position, float32.
-        attention_scaling: factor of cosines and sines.
-    """
+    """Rotary angles with constant frequencies, as transformers computes them."""
 
     def __init__(self, inv_freq: Float[Tensor, " half"], attention_scaling: float) -> None:
         self.inv_freq = inv_freq

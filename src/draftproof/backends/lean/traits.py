@@ -194,7 +194,6 @@ def _refuse_shared(model: nn.Module) -> None:
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
-    """Names, classes and shapes of a layer's parts."""
     kinds = tuple((name, type(module)) for name, module in layer.named_modules())
     shapes = tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters())
     return kinds, shapes, getattr(layer, "residual_multiplier", None)
@@ -401,7 +400,6 @@ class _Constant(nn.Module):
         self.made = made
 
     def forward(self, _: Tensor) -> Tensor:
-        """The numbers."""
         return self.made
 
 
@@ -413,9 +411,6 @@ class _Watch:
 
     Attributes:
         divisor, logit_cap: what the output layer's results go through.
-
-    Raises:
-        UnreadError: something that the lean forward does not compute.
     """
 
     def __init__(self, model: Any, attention: Any) -> None:

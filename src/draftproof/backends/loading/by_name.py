@@ -113,9 +113,6 @@ def take_part(processes: int) -> parallel.Group:
     """Join the processes among which models are divided; only process 0 returns.
 
     The others follow it until it ends, and exit then.
-
-    Raises:
-        UserError: this process was not started together with so many.
     """
     group = parallel.join(processes)
     if not group.leads:
@@ -210,11 +207,7 @@ def load_model(source: str, options: LoadOptions | None = None) -> Any:
 
 
 def refuse_gguf(name: str, what: str) -> None:
-    """Refuse a GGUF file where a torch module is needed: it would have other numbers than the model that is served.
-
-    Raises:
-        UserError: it is a GGUF file, or there is no such model.
-    """
+    """Refuse a GGUF file where a torch module is needed: it would have other numbers than the model that is served."""
     if is_gguf(Path(models.resolve(name))):
         raise UserError(
             f"{what} needs a model with full weights, and {name} is a GGUF file, which is read in its own few bits: "
@@ -229,7 +222,6 @@ def _kept_where_quantized(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load_whole(source: str, options: dict[str, Any]) -> Any:
-    """Load a model with all its weights."""
     device = options.get("device")
     options = {name: value for name, value in options.items() if name != "device"}
     where = Path(source)
@@ -319,7 +311,6 @@ def _refuse_what_cannot_be_read(where: Path) -> None:
 
 
 def _hint(cause: Exception, source: str, asked: Any) -> str:
-    """What to add to a library's error."""
     said = str(cause)
     if needed := packages_hint(source, asked):
         return needed

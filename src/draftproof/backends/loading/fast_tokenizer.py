@@ -146,11 +146,7 @@ class FastTokenizer:
 
 
 def describe(tokenizer: Any) -> tuple[str, dict[str, Any]] | None:
-    """What a `FastTokenizer` that does the same as a tokenizer is made of; None where there is no such one.
-
-    Args:
-        tokenizer: transformers' own.
-    """
+    """What a `FastTokenizer` that does the same as a tokenizer is made of; None where there is no such one."""
     from tokenizers import Tokenizer
 
     backend = getattr(tokenizer, "backend_tokenizer", None)

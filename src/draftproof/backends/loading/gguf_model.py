@@ -19,7 +19,7 @@ from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.windows import FULL, SLIDING
 from draftproof.backends.hf.snapshots import SnapshotBackend
 from draftproof.backends.lean.backend import LeanForward
-from draftproof.backends.lean.checkpoint import Architecture
+from draftproof.backends.lean.checkpoint import Architecture, TensorsByName
 from draftproof.backends.lean.traits import LLAMA, Traits, UnreadError
 from draftproof.backends.loading.gguf_hybrid import HYBRIDS, read_hybrid
 from draftproof.backends.loading.gguf_rotary import (
@@ -196,11 +196,7 @@ def family_of(name: str) -> Family:
 
 
 def architecture_of(keys: Keys, family: Family, floats: Callable[[str], Tensor]) -> Architecture:
-    """What the lean forward needs besides weights; `floats` reads a tensor by its name in the file.
-
-    Raises:
-        UnreadError: something that is not known here.
-    """
+    """What the lean forward needs besides weights; `floats` reads a tensor by its name in the file."""
     of = keys.of_architecture
     layers, width = named(keys, "block_count"), named(keys, "embedding_length")
     heads = single(named(keys, "attention.head_count"), "heads")
@@ -274,8 +270,8 @@ def _order(dim: int, turned: int, *, neighbours: bool) -> tuple[int, ...]:
     return () if made == tuple(range(dim)) else made
 
 
-class _FileWeights(FileTensors):
-    """The tensors of a file under transformers' names (`TensorsByName`)."""
+class _FileWeights(FileTensors, TensorsByName):
+    """The tensors of a file under transformers' names."""
 
     def __init__(self, file: GGUFFile, dtype: torch.dtype, *, dense: bool) -> None:
         name = file.get("general.architecture")
@@ -298,7 +294,6 @@ class _FileWeights(FileTensors):
         return {names.get(place, place): entry for place, entry in self.file.tensors.items() if place not in FACTORS}
 
     def _place(self, name: str) -> str:
-        """The name in the file."""
         stem, _, suffix = name.rpartition(".")
         if stem in _TOP:
             return f"{_TOP[stem]}.{suffix}"
@@ -306,16 +301,10 @@ class _FileWeights(FileTensors):
         return f"blk.{number}.{self._names[part]}.{suffix}"
 
     def entry(self, name: str) -> TensorEntry:
-        """Where a tensor lies."""
         return self.file.tensors[self._place(name)]
 
     def __contains__(self, name: str) -> bool:
         return self._place(name) in self.file.tensors
-
-    def optional(self, name: str) -> Any:
-        """The tensor, if it is there."""
-        found = name in self
-        return self[name] if found else None
 
     def __getitem__(self, name: str) -> Any:
         """The tensor; a matrix of blocks stays in the file."""

@@ -37,9 +37,6 @@ class Keys(Protocol):
 def frequencies(keys: Keys, dim: int, floats: Callable[[str], Tensor], *, whole_pairs: bool = True) -> Frequencies:
     """The angles of layers without a window of their own; numbers that are not turned get the frequency 0.
 
-    Raises:
-        UnreadError: a kind that is not known here.
-
     Source: YaRN, arXiv 2309.00071, equations 17 to 22; LongRoPE, arXiv 2402.13753 (the short factors).
     """
     of = keys.of_architecture

@@ -54,11 +54,7 @@ class FileTensors:
         return int(sum(count * bits for count, bits in sizes) / sum(count for count, _ in sizes)) if sizes else None
 
     def check(self) -> None:
-        """Compare native products of some rows of each type with torch's.
-
-        Raises:
-            UnreadError: they differ by more than rounding the inputs to 8 bits allows.
-        """
+        """Compare native products of some rows of each type with torch's."""
         some = {entry.type: entry for entry in self.file.tensors.values() if entry.type in TYPES}
         for entry in some.values():
             why = why_not_exact(self._stored(entry))
@@ -121,11 +117,7 @@ def single(value: Any, what: str) -> int:
 
 
 def experts_of(keys: Keys, *, whole: bool) -> Experts:
-    """How the experts of a layer divide the work; `whole` counts where the file does not say it.
-
-    Raises:
-        UnreadError: another kind of mixture than those that are known here.
-    """
+    """How the experts of a layer divide the work; `whole` counts where the file does not say it."""
     of = keys.of_architecture
     count, chosen = int(of("expert_count")), int(named(keys, "expert_used_count"))
     if of("expert_gating_func", _SOFTMAX) not in (_SOFTMAX, _SOFTMAX_OF_CHOSEN):

@@ -66,9 +66,6 @@ def matches(target: LoadedModel, folders: Iterable[Path] = ()) -> list[Match]:
         target: whose tokenizer is compared; its weights are not read.
         folders: that are searched for .gguf files and directories of models, beside what `found_files` finds and the
             registered models that are here.
-
-    Raises:
-        UserError: the target cannot be read.
     """
     whole = _read_bytes(target.name)
     names = [name for name in models.REGISTRY if models.pulled(name)]

@@ -69,12 +69,7 @@ class LoadOptions:
                 raise UserError(f"{name}: expected one of {', '.join(legal)}, got {value!r}")
 
     def own_dtype(self, default: torch.dtype, backend: str = "lean") -> torch.dtype | None:
-        """The dtype of hidden states where weights of few bits are read natively; None where transformers reads them.
-
-        Args:
-            default: that of dtype "auto".
-            backend: that reads them.
-        """
+        """The dtype of hidden states where weights of few bits are read natively by `backend`; None elsewhere."""
         dtypes = {"auto": default, "float32": torch.float32, "bfloat16": torch.bfloat16}
         altered = self.adapter or self.attn_implementation or self.quantization_config is not None
         if altered or self.tensor_parallel != 1 or self.backend not in ("auto", backend):

@@ -32,11 +32,7 @@ class PackedLayers:
 
     @classmethod
     def of(cls, where: str, weights: PackedWeights) -> PackedLayers:
-        """Make the layers.
-
-        Raises:
-            UnreadError: a packed matrix is no linear layer of the model.
-        """
+        """Make the layers."""
         from transformers import AutoConfig
 
         try:

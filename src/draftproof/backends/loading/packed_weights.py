@@ -63,11 +63,7 @@ class PackedWeights(Weights):
         return dense_of(made) if self._dense and LAYOUTS[made.type].inputs != AS_FLOATS else made
 
     def matrix(self, stem: str) -> StoredMatrix:
-        """A packed matrix.
-
-        Raises:
-            UnreadError: its tensors do not fit together, or have another form than those that are known here.
-        """
+        """A packed matrix."""
         return self._method.matrix(self, stem)
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -68,11 +68,7 @@ def refuse_different(target: Any, draft: Any, *, target_name: str, draft_name: s
 
 
 def shared_tokens(target: Any, draft: Any, *, target_name: str, draft_name: str) -> TokenMap | None:
-    """The tokens that a draft model shares with a target; None where the same ids are the same tokens.
-
-    Raises:
-        UserError: too few of them, in the words of `refuse_different`.
-    """
+    """The tokens that a draft model shares with a target; None where the same ids are the same tokens."""
     if why_different(draft, target) is None:
         return None
     try:

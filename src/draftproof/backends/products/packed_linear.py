@@ -187,10 +187,6 @@ class RescoredProduct(Product):
 
     Errors of an output layer are errors of logits, and those of the likely tokens matter. So a few whole rows are read
     for each token, and the others cost as little as 4 bits do.
-
-    Args:
-        table: the whole weights.
-        count: of a row's outputs that are computed again.
     """
 
     def __init__(

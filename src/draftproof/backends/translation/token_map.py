@@ -86,11 +86,7 @@ class TokenMap:
 
 
 class TokenContents:
-    """What the tokens of a tokenizer stand for.
-
-    Raises:
-        ValueError: a tokenizer of another kind.
-    """
+    """What the tokens of a tokenizer stand for."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
@@ -144,11 +140,7 @@ class TokenContents:
 
 
 def map_tokens(target: TokenContents, draft: TokenContents) -> TokenMap:
-    """The map between two tokenizers: ordinary tokens by bytes, special ones by text, and else those of one role.
-
-    Raises:
-        ValueError: they share no token.
-    """
+    """The map between two tokenizers: ordinary tokens by bytes, special ones by text, and else those of one role."""
     pairs = {draft.ordinary[each]: target.ordinary[each] for each in draft.ordinary.keys() & target.ordinary.keys()}
     found = set(pairs.values())
 
@@ -166,19 +158,12 @@ def map_tokens(target: TokenContents, draft: TokenContents) -> TokenMap:
     pair(draft.bos, target.bos)
     unknown = 0 if draft.eos is None else draft.eos
     return TokenMap(
-        pairs,
-        lambda token: draft.spelled(target.bytes_of.get(token, b"")) or [unknown],
-        opening=draft.opening,
+        pairs, lambda token: draft.spelled(target.bytes_of.get(token, b"")) or [unknown], opening=draft.opening
     )
 
 
 def token_bytes(piece: str, text: str) -> bytes:
-    """The bytes of a token, also where they are a part of a character.
-
-    Args:
-        piece: the token as its vocabulary has it.
-        text: what it adds to a text.
-    """
+    """The bytes of a token, also where they are a part of a character."""
     if _REPLACEMENT not in text:
         return text.encode()
     if found := _BYTE.fullmatch(piece):

@@ -15,9 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
-from draftproof.backends.base import Capabilities, Feed, FeedOutput, Session
+from draftproof.backends.base import Feed, FeedOutput, Session
 from draftproof.backends.cache.sessions import SlotSession
 from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.base import TargetHead
 from draftproof.backends.heads.published.files import HeadFiles, cast, read_head, refuse_other_target
 from draftproof.backends.heads.published.layers import LayerShape, make_norm, make_product
 from draftproof.backends.hf.backend import HFBackend
@@ -65,7 +66,6 @@ class _Layer:
     def __call__(
         self, x: Float[Tensor, "rows dim"], turn: tuple[Tensor, Tensor], pasts: Sequence[Past], target: SlotBackend
     ) -> Float[Tensor, "rows dim"]:
-        """The layer's output."""
         queries = self._turned(self._query(self._before(x)).view(len(x), -1, self._dim))
         cosine, sine = (each.unsqueeze(1) for each in turn)
         left, right = queries.chunk(2, -1)
@@ -152,7 +152,6 @@ class AssistantNet:
 
 
 def _shape(files: HeadFiles) -> LayerShape:
-    """The shape of an assistant's layers."""
     from transformers import AutoConfig
 
     given = dict(files.config.get("text_config") or {})
@@ -198,7 +197,6 @@ def _sources(files: HeadFiles, config: Any, target: HFBackend) -> dict[str, int]
 
 
 def _members(files: HeadFiles, vocab: int, count: int) -> Int[Tensor, "clusters tokens"]:
-    """The tokens of each cluster."""
     order = files.take("masked_embedding.token_ordering", [vocab]).long()
     if not torch.equal(order.sort().values, torch.arange(vocab)):
         raise UserError(f"masked_embedding.token_ordering of the assistant {files.source!r} is no order of all tokens")
@@ -235,10 +233,8 @@ class AssistantSession(Session):
         return [self.made[place] for place in places]
 
 
-class AssistantBackend:
+class AssistantBackend(TargetHead):
     """An assistant over the target it was made for."""
-
-    back = 0
 
     def __init__(self, source: str, target: SlotBackend) -> None:
         if type(target) is not HFBackend:  # its subclasses hold keys otherwise: divided, or with snapshots
@@ -250,21 +246,10 @@ class AssistantBackend:
         self._net = AssistantNet(files, target)
         files.refuse_left()
         self._target = target
-        self.name = f"assistant {source}"
-        self.layers: tuple[int, ...] = ()
-        self.deepest: int | None = None
-        self.vocab_size = target.vocab_size
-        self.device = target.device
-        self.max_positions = target.max_positions
-        self.capabilities = Capabilities(trees=True, hidden=self._net.width)
-        target.record_states()
-
-    def open(self) -> AssistantSession:
-        """A session without a target's."""
-        return self.follow(Session())
+        super().__init__(target, f"assistant {source}", width=self._net.width)
 
     def follow(self, owner: Session) -> AssistantSession:
-        """A session that reads what the target's session holds."""
+        """See `TargetHead`."""
         return AssistantSession(owner)
 
     @torch.inference_mode()

@@ -21,7 +21,6 @@ from draftproof.backends.cache.passes import in_passes
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.heads.base import FollowingSession
-from draftproof.backends.heads.published.borrowed import embedding_of, output_of, states_of, vocabulary_of
 from draftproof.backends.heads.published.files import (
     ALGORITHM,
     HeadFiles,
@@ -31,6 +30,7 @@ from draftproof.backends.heads.published.files import (
     refuse_other_target,
 )
 from draftproof.backends.heads.published.layers import LayerShape, Passes, make_layers, make_norm
+from draftproof.backends.heads.published.net import embedding_of, output_of, states_of, vocabulary_of
 from draftproof.backends.heads.published.parallel import ParallelBackend, ParallelSession, Places, Rows
 from draftproof.backends.lean.layers import Layer
 from draftproof.backends.products.packed_linear import Product

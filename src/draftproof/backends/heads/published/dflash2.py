@@ -76,11 +76,7 @@ class DFlash2Net(DFlashNet):
 
 
 class _Convolution:
-    """Two convolutions over the places of a block, of what enters a part of a layer and of what leaves it.
-
-    Args:
-        at: beginning of the names of its weights, with a dot.
-    """
+    """Two convolutions over the places of a block, of what enters a part of a layer and of what leaves it."""
 
     def __init__(self, files: HeadFiles, at: str, width: int, block: int, target: SlotBackend) -> None:
         taps, size = files.number("conv_kernel_size"), files.number("conv_group_size")

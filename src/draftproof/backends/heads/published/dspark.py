@@ -119,10 +119,7 @@ class MarkovHead:
         return embedding(tokens, self._first)
 
     def __call__(
-        self,
-        states: Float[Tensor, "rows dim"],
-        tokens: Float[Tensor, "rows rank"],
-        before: Sequence[Before],
+        self, states: Float[Tensor, "rows dim"], tokens: Float[Tensor, "rows rank"], before: Sequence[Before]
     ) -> Float[Tensor, "rows ids"]:
         """What is added to logits."""
         if self._mixed is None:

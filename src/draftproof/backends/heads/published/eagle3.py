@@ -14,10 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.heads.published.borrowed import embedding_of, output_of, states_of, vocabulary_of
 from draftproof.backends.heads.published.files import ALGORITHM, HeadFiles, refuse_other_target
 from draftproof.backends.heads.published.layers import LayerShape, Passes, make_layers, make_norm, make_product
-from draftproof.backends.heads.published.net import PublishedNet
+from draftproof.backends.heads.published.net import PublishedNet, embedding_of, output_of, states_of, vocabulary_of
 from draftproof.backends.lean.attention import Pass
 from draftproof.backends.lean.layers import Norm
 from draftproof.errors import UserError

@@ -189,9 +189,6 @@ def head_algorithm(source: str) -> str | None:
     """The drafter that reads a published head, where a directory or hub id is one whose config says so; else None.
 
     Names of models that this package knows, and those of files, are never heads.
-
-    Raises:
-        UserError: a head of an algorithm that is not read here.
     """
     where = Path(source).expanduser() / CONFIG
     if source in models.REGISTRY or is_file_name(source):
@@ -328,11 +325,7 @@ def drafted_ids(files: HeadFiles, size: int, vocab: int, device: torch.device) -
 
 
 def mask_token_of(files: HeadFiles, found: Any, target: SlotBackend) -> int:
-    """The token of masked places.
-
-    Raises:
-        UserError: `found` is no token of the target.
-    """
+    """The token of masked places."""
     if not isinstance(found, int) or not 0 <= found < target.vocab_size:
         raise UserError(
             f"the head {files.source!r} has mask_token_id {found!r}: expected 0 to {target.vocab_size - 1}, a token of "

@@ -44,10 +44,6 @@ class LayerShape:
     def of(cls, files: HeadFiles, family: str | None = None) -> LayerShape:
         """From a head's config.
 
-        Args:
-            files: of the head.
-            family: whose layers they are; by default what the config says.
-
         Raises:
             UserError: layers of another family, activation or rotary embedding than is read here.
         """

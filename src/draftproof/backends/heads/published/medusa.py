@@ -15,13 +15,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.heads.published.files import (
-    WEIGHTS,
-    HeadFiles,
-    cast,
-    read_head,
-    refuse_other_target,
-)
+from draftproof.backends.heads.published.files import WEIGHTS, HeadFiles, cast, read_head, refuse_other_target
 from draftproof.backends.heads.published.parallel import ParallelBackend, ParallelSession, Places
 from draftproof.backends.products.packed_linear import Product
 from draftproof.errors import UserError
@@ -43,7 +37,7 @@ class MedusaBackend(ParallelBackend):
         count, depth = files.number("medusa_num_heads"), files.number("medusa_num_layers", 1)
         self._heads = [_Head(files, f"{at}{number}.", depth, width, target) for number in range(count)]
         files.refuse_left()
-        super().__init__(target, f"medusa heads {source}", places=count, width=width, layers=(), ids=None)
+        super().__init__(target, f"medusa heads {source}", places=count, width=width)
 
     def _compute(self, sessions: Sequence[ParallelSession]) -> list[Places]:
         states = torch.cat([session.owner.states_at([session.stem - 1]) for session in sessions]).to(self._dtype)
@@ -52,8 +46,6 @@ class MedusaBackend(ParallelBackend):
 
 
 class _Head:
-    """One head: its residual layers and its output layer."""
-
     def __init__(self, files: HeadFiles, at: str, depth: int, width: int, target: SlotBackend) -> None:
         linears = [f"{at}{number}.linear" for number in range(depth)]
         self._blocks = [
@@ -72,7 +64,6 @@ class _Head:
         self._output = Product(cast(weight, target))
 
     def __call__(self, x: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows vocab"]:
-        """Logits of the head's place."""
         for block in self._blocks:
             x = x + silu(block(x))
         return self._output(x)

@@ -6,7 +6,7 @@ all read the same rows. Some heads correct a row by those tokens when they hand 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,9 +14,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.backends.base import Capabilities, Feed, FeedOutput, Session
+from draftproof.backends.base import Feed, FeedOutput, Session
 from draftproof.backends.cache.layout import feed_depths
 from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.base import TargetHead
 
 
 class Places(NamedTuple):
@@ -82,14 +83,13 @@ class ParallelSession(Session):
             self.inner.close()
 
 
-class ParallelBackend(ABC):
+class ParallelBackend(TargetHead):
     """A head that drafts all tokens in one pass; subclasses compute the rows.
 
     Args:
         places: number of tokens that are drafted.
+        ids: the tokens that it can draft, ascending; None for all.
     """
-
-    back = 0
 
     def __init__(
         self,
@@ -98,25 +98,15 @@ class ParallelBackend(ABC):
         *,
         places: int,
         width: int,
-        layers: tuple[int, ...],
-        ids: Int[Tensor, " ids"] | None,
+        layers: tuple[int, ...] = (),
+        ids: Int[Tensor, " ids"] | None = None,
     ) -> None:
-        self.name = name
-        self.layers = layers
+        super().__init__(target, name, width=width, layers=layers)
         self._ids = ids
-        self.deepest: int | None = places
-        self.vocab_size = target.vocab_size
-        self.device = target.device
-        self.max_positions = target.max_positions
-        self.capabilities = Capabilities(trees=True, hidden=width)
-        target.record_states(layers)
-
-    def open(self) -> ParallelSession:
-        """A session without a target's."""
-        return self.follow(Session())
+        self.deepest = places
 
     def follow(self, owner: Session) -> ParallelSession:
-        """A session that reads what the target's session has read, with its states."""
+        """See `TargetHead`."""
         return ParallelSession(owner)
 
     @abstractmethod

@@ -34,7 +34,6 @@ class _MaskedSession(FollowingSession):
         self._mask = mask
 
     def above(self, feed: Feed) -> Above:
-        """See `FollowingSession.above`."""
         found = super().above(Feed(feed.session, feed.tokens))
         nodes = 0 if feed.tree is None else len(feed.tree)
         return found._replace(own=self._mask.expand(nodes, -1)) if nodes else found
@@ -48,7 +47,6 @@ class _MaskedBackend(HeadBackend):
         self._mask = net.fuse(mask)
 
     def follow(self, owner: Session) -> FollowingSession:
-        """See `HeadBackend`."""
         return _MaskedSession(self._cache, owner, self.layers, self._mask)
 
 
