@@ -36,7 +36,7 @@ def state_of(weights: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def refuse_misfits(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], name: str) -> None:
-    """Refuse a state dict that lacks a tensor, has one more, or one of another shape."""
+    """Refuse a state dict that lacks a tensor, has one more, or one of another shape, and NaN."""
     problem = misfit({key: tuple(tensor.shape) for key, tensor in state.items()}, shapes)
     if problem is not None:
         raise UserError(f"the new weights {problem}; expected a whole state dict of {name}, under transformers' names")

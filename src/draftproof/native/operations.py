@@ -299,14 +299,9 @@ class Operations:
         *,
         count: int,
     ) -> None:
-        """Replace the largest entries of each row of logits by those of x W^T + b.
+        """Replace the largest entries of each row of logits by those of x W^T + b; the weight is plain or in C's order.
 
-        Args:
-            logits: contiguous; overwritten at the places of its largest entries. NaN stays.
-            x: the inputs that the logits are for.
-            weight: plain, or in C's order.
-            bias: added to each row.
-            count: of the entries of a row, at most as many as there are.
+        Logits are contiguous; NaN stays. `count` entries of a row are replaced, at most as many as there are.
         """
         x, (outs, ins) = x.contiguous(), (logits.shape[-1], x.shape[-1])
         blocked = isinstance(weight, Interleaved)
@@ -404,12 +399,8 @@ class Operations:
     ) -> Float[Tensor, "tokens inner"]:
         """Rotate queries and keys, write keys and values to the cache, and attend; outputs of padding are zeros.
 
-        Args:
-            fused: queries, keys and values of every token; contiguous, overwritten.
-            given: the other arguments.
-            keys: the layer's buffer, of the shape that `given` was made with; int8 where there are scales.
-            values: likewise.
-            scales: of 8-bit keys, and behind them of values.
+        Queries, keys and values of every token are contiguous, and overwritten. The layer's buffers have the shape that
+        `given` was made with; with 8 bits where there are scales, those of keys and behind them those of values.
         """
         tokens, heads = given.tokens, given.heads + 2 * given.key_heads
         require("fused", fused, self.dtype, (tokens, heads, given.dim))

@@ -60,7 +60,6 @@ class ChainVerifier:
     """A Verifier that applies a rule for chains.
 
     Args:
-        name: name of the rule.
         rule: `token_verify`, `block_verify` or a function with their signature.
         lossless: whether the rule's output distribution is the target's.
         point_masses: whether the rule accepts drafts without probabilities.

@@ -61,7 +61,15 @@ class Above(NamedTuple):
     true: int  # how many tokens have a state that is not the head's own, or none
 
 
-class FollowingSession(SlotSession):
+class HeadSession(Session, ABC):
+    """A session of a head."""
+
+    @abstractmethod
+    def rewind(self) -> None:
+        """Begin a round: forget what was drafted, and what was read with states of the head's own making."""
+
+
+class FollowingSession(SlotSession, HeadSession):
     """What a head has read of a sequence: its own keys, values and output states, beside the session of another model.
 
     Args:
@@ -87,7 +95,7 @@ class FollowingSession(SlotSession):
         return self.owner.recorded(self.layers)
 
     def rewind(self) -> None:
-        """Forget what was read with states of the head's own making."""
+        """See `HeadSession`."""
         self.certain = min(self.certain, self.stem)
         if self.length > self.certain:
             self.keep(self.certain)
@@ -122,8 +130,6 @@ class TargetHead(ABC):
     """A head over the target it was made for, whose sessions keep the states that it reads, from now on.
 
     Args:
-        target: a backend of a transformers model.
-        name: in errors and reports.
         width: of the states that it makes.
         layers: whose hidden states of the target it reads; () for the last ones.
         trees: whether its drafts may branch.
@@ -146,12 +152,12 @@ class TargetHead(ABC):
         self.capabilities = Capabilities(trees=trees, hidden=width)
         target.record_states(layers)
 
-    def open(self) -> Session:
+    def open(self) -> HeadSession:
         """A session without a target's."""
         return self.follow(Session())
 
     @abstractmethod
-    def follow(self, owner: Session) -> Session:
+    def follow(self, owner: Session) -> HeadSession:
         """A session that reads what the target's session has read, with its states."""
 
     @abstractmethod

@@ -24,39 +24,21 @@ WEIGHTS: dict[str, int | None] = {"auto": None, **{f"int{bits}": bits for bits i
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How a model is loaded.
-
-    Attributes:
-        dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
-        device: "cpu", "cuda", "cuda:1"; default: an accelerator when there is one. "auto", or a device or "disk" for
-            each part by its name, spreads the model (needs accelerate).
-        trust_remote_code: run code that comes with the model.
-        check: compare the backend with the model's own forward pass.
-        backend: one of `by_name.BACKENDS`.
-        adapter: a PEFT adapter for the model, a directory or hub id (needs the extra `adapters`).
-        attn_implementation: one of `by_name.ATTENTION`; default transformers' own choice.
-        quantization_config: quantizes the weights while they are loaded, by transformers: one of its configs, the
-            fields of one, or JSON text or a .json file with them. Or the packed layers of a quantized checkpoint.
-        plainly: take backend `generate` for a model whose drafts cannot be taken back, where backend is "auto".
-        tensor_parallel: number of processes, each of which loads its part of the weights.
-        activations: one of ACTIVATIONS; see `gguf_model.read_model`.
-        weights: one of WEIGHTS: the model is rounded to so many bits when it has been read.
-        kv_dtype: one of KV_DTYPES; see `SlotBackend.round_kv`.
-    """
+    """How a model is loaded; `engine.options.EngineOptions` says what the values of most fields mean."""
 
     dtype: str = "auto"
     device: str | Mapping[str, Any] | None = None
     trust_remote_code: bool = False
     check: bool = True
-    backend: str = "auto"
+    backend: str = "auto"  # one of `by_name.BACKENDS`
     adapter: str | None = None
-    attn_implementation: str | None = None
-    quantization_config: Any = None
-    plainly: bool = False
+    attn_implementation: str | None = None  # one of `by_name.ATTENTION`
+    quantization_config: Any = None  # also the packed layers of a quantized checkpoint
+    plainly: bool = False  # take backend `generate` in place of `auto` for a model whose drafts cannot be taken back
     tensor_parallel: int = 1
     activations: str = ACTIVATIONS[0]
-    weights: str = "auto"
-    kv_dtype: str = "auto"
+    weights: str = "auto"  # one of WEIGHTS
+    kv_dtype: str = "auto"  # one of KV_DTYPES
 
     def __post_init__(self) -> None:
         """Read the names that only draftproof knows."""

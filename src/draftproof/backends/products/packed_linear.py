@@ -183,7 +183,7 @@ class Product:
 
 
 class RescoredProduct(Product):
-    """A quantized output layer whose largest outputs are computed again with the whole weights.
+    """A quantized output layer; the `count` largest outputs of a row are computed again with a table of whole weights.
 
     Errors of an output layer are errors of logits, and those of the likely tokens matter. So a few whole rows are read
     for each token, and the others cost as little as 4 bits do.

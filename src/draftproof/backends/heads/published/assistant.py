@@ -18,7 +18,7 @@ from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 from draftproof.backends.base import Feed, FeedOutput, Session
 from draftproof.backends.cache.sessions import SlotSession
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.heads.base import TargetHead
+from draftproof.backends.heads.base import HeadSession, TargetHead
 from draftproof.backends.heads.published.files import HeadFiles, cast, read_head, refuse_other_target
 from draftproof.backends.heads.published.layers import LayerShape, make_norm, make_product
 from draftproof.backends.hf.backend import HFBackend
@@ -203,7 +203,7 @@ def _members(files: HeadFiles, vocab: int, count: int) -> Int[Tensor, "clusters 
     return order.view(count, -1)
 
 
-class AssistantSession(Session):
+class AssistantSession(HeadSession):
     """The tokens of a request, and the states of this round.
 
     Args:

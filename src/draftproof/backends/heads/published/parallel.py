@@ -17,7 +17,7 @@ from torch import Tensor
 from draftproof.backends.base import Feed, FeedOutput, Session
 from draftproof.backends.cache.layout import feed_depths
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.heads.base import TargetHead
+from draftproof.backends.heads.base import HeadSession, TargetHead
 
 
 class Places(NamedTuple):
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
     accepted: Float[Tensor, " rows"] | None = None  # see `FeedOutput`
 
 
-class ParallelSession(Session):
+class ParallelSession(HeadSession):
     """The tokens of a request, and the rows of this round.
 
     Args:

@@ -12,10 +12,10 @@ import torch
 
 from draftproof.backends.base import Feed, FeedOutput, Session, unread
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.heads.base import FollowingSession, HeadBackend, TargetHead
+from draftproof.backends.heads.base import FollowingSession, HeadBackend, HeadSession, TargetHead
 
 
-class StepsSession(Session):
+class StepsSession(HeadSession):
     """The tokens of a request, and what each layer has read of them."""
 
     def __init__(self, inner: Sequence[FollowingSession]) -> None:
