@@ -23,7 +23,7 @@ from draftproof.backends.heads.published.files import HeadFiles, cast, read_head
 from draftproof.backends.heads.published.layers import LayerShape, make_norm, make_product
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.products.packed_linear import Product
-from draftproof.errors import UserError, reason
+from draftproof.errors import UserError
 
 _FAMILIES = ("gemma4_text", "gemma4_unified_text")
 _SLIDING, _GATE = "sliding_attention", "gelu_pytorch_tanh"
@@ -114,8 +114,8 @@ class AssistantNet:
             count = files.number("num_centroids")
             self._kept = files.number("centroid_intermediate_top_k")
             if vocab % count or self._kept > count:
-                raise UserError(
-                    f"the assistant {files.source!r} has num_centroids {count} and centroid_intermediate_top_k "
+                raise files.refused(
+                    f"has num_centroids {count} and centroid_intermediate_top_k "
                     f"{self._kept}: expected a divisor of {vocab}, its vocabulary, and at most num_centroids"
                 )
             self._clusters = make_product(files, "masked_embedding.centroids", count, shape.size, target)
@@ -152,21 +152,10 @@ class AssistantNet:
 
 
 def _shape(files: HeadFiles) -> LayerShape:
-    from transformers import AutoConfig
-
-    given = dict(files.config.get("text_config") or {})
-    family = given.pop("model_type", None)
-    if family not in _FAMILIES:
-        legal = " and ".join(_FAMILIES)
-        raise UserError(f"the assistant {files.source!r} has layers of type {family!r}: expected {legal}")
-    try:
-        config = AutoConfig.for_model(family, **given)
-    except Exception as cause:
-        raise UserError(f"the config of the assistant {files.source!r} cannot be used: {reason(cause)}") from cause
+    given = files.config.get("text_config") or {}
+    config = files.made(given.get("model_type"), _FAMILIES, given)
     if config.hidden_activation != _GATE:
-        raise UserError(
-            f"the assistant {files.source!r} has the activation {config.hidden_activation!r}: expected {_GATE}"
-        )
+        raise files.refused(f"has the activation {config.hidden_activation!r}: expected {_GATE}")
     windows = tuple(int(config.sliding_window) if kind == _SLIDING else None for kind in config.layer_types)
     first, sizes = config.per_layer_config[0], (config.hidden_size, config.intermediate_size)
     size, inner, heads, keys, dim, vocab = (
@@ -180,8 +169,8 @@ def _sources(files: HeadFiles, config: Any, target: HFBackend) -> dict[str, int]
     """For each kind of layer, the target's last one that has keys and values of its own."""
     theirs = target.config
     if theirs.model_type != config.model_type:
-        raise UserError(
-            f"the assistant {files.source!r} reads keys and values of {config.model_type}, and {target.name} is "
+        raise files.refused(
+            f"reads keys and values of {config.model_type}, and {target.name} is "
             f"{theirs.model_type}: take an assistant that was made for this target"
         )
     own = theirs.layer_types[: theirs.num_hidden_layers - (theirs.num_kv_shared_layers or 0)]
@@ -189,8 +178,8 @@ def _sources(files: HeadFiles, config: Any, target: HFBackend) -> dict[str, int]
     for number, kind in enumerate(config.layer_types):
         dim = config.per_layer_config[number].head_dim
         if kind not in found or theirs.per_layer_config[found[kind]].head_dim != dim:
-            raise UserError(
-                f"the assistant {files.source!r} reads keys of {dim} numbers of a layer of kind {kind}, and "
+            raise files.refused(
+                f"reads keys of {dim} numbers of a layer of kind {kind}, and "
                 f"{target.name} has none: take an assistant that was made for this target"
             )
     return found

@@ -34,7 +34,6 @@ from draftproof.backends.heads.published.net import embedding_of, output_of, sta
 from draftproof.backends.heads.published.parallel import ParallelBackend, ParallelSession, Places, Rows
 from draftproof.backends.lean.layers import Layer
 from draftproof.backends.products.packed_linear import Product
-from draftproof.errors import UserError
 from draftproof.tree import TokenTree
 
 _LONGEST = 64  # places of a block
@@ -84,7 +83,7 @@ class _Block(NamedTuple):
             said = files.nested.get("causal", config.get("is_causal"))
             causal = [window is not None if said is None else bool(said) for window in windows]
         if not isinstance(size, int) or not 2 <= size <= _LONGEST:
-            raise UserError(f"the head {files.source!r} has block_size {size!r}: expected 2 to {_LONGEST}")
+            raise files.refused(f"has block_size {size!r}: expected 2 to {_LONGEST}")
         return cls(size, mask_token_of(files, mask, target), layers, first, tuple(map(Sight, windows, causal)))
 
 
@@ -95,9 +94,7 @@ def _refuse_strange(files: HeadFiles, more: Sequence[str]) -> None:
     found |= {key: files.config[key] for key in _UNREAD if files.config.get(key) not in (None, False, 0, 1)}
     if found:
         name, value = min(found.items())
-        raise UserError(
-            f"the head {files.source!r} has {name} {value!r}, which is not read here: expected {', '.join(legal)}"
-        )
+        raise files.refused(f"has {name} {value!r}, which is not read here: expected {', '.join(legal)}")
 
 
 class Before(NamedTuple):

@@ -20,7 +20,6 @@ from draftproof.backends.heads.published.files import HeadFiles, cast
 from draftproof.backends.heads.published.layers import make_product
 from draftproof.backends.heads.published.parallel import Rows
 from draftproof.backends.products.packed_linear import Product
-from draftproof.errors import UserError
 
 _VANILLA, _GATED, _RECURRENT = KINDS = ("vanilla", "gated", "rnn")
 
@@ -49,8 +48,8 @@ class DSparkNet(DFlashNet):
             self._reads_token = weight.shape[1] > self.width
             legal = self.width + (self._markov.rank if self._markov is not None and self._reads_token else 0)
             if weight.shape[1] != legal:
-                raise UserError(
-                    f"the head {files.source!r} has a confidence head that reads {weight.shape[1]} numbers: expected "
+                raise files.refused(
+                    f"has a confidence head that reads {weight.shape[1]} numbers: expected "
                     f"{self.width}, its width, and as many more as markov_rank says"
                 )
             bias = files.take("confidence_head.proj.bias", [1])
@@ -99,10 +98,10 @@ class MarkovHead:
             return None
         rank, kind = files.number("markov_rank"), files.field("markov_head_type", _VANILLA)
         if kind not in KINDS:
-            raise UserError(f"the head {files.source!r} has markov_head_type {kind!r}: expected {', '.join(KINDS)}")
+            raise files.refused(f"has markov_head_type {kind!r}: expected {', '.join(KINDS)}")
         if kind == _RECURRENT and not whole:
-            raise UserError(
-                f"the head {files.source!r} has markov_head_type {kind!r} and a first place that does not draft: "
+            raise files.refused(
+                f"has markov_head_type {kind!r} and a first place that does not draft: "
                 "expected sample_from_anchor true with it"
             )
         first = cast(files.take("markov_head.markov_w1.weight", [target.vocab_size, rank]), target)

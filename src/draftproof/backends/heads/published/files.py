@@ -46,6 +46,26 @@ class HeadFiles:
     source: str
     config: Mapping[str, Any]
     tensors: dict[str, Tensor]
+    noun: str = "head"
+
+    def refused(self, why: str) -> UserError:
+        """An error that names the head."""
+        return UserError(f"the {self.noun} {self.source!r} {why}")
+
+    def made(self, family: Any, families: Sequence[str], fields: Mapping[str, Any]) -> Any:
+        """Transformers' config of layers of one of these families.
+
+        Raises:
+            UserError: another family, or fields that do not fit it.
+        """
+        from transformers import AutoConfig
+
+        if family not in families:
+            raise self.refused(f"has layers of type {family!r}: expected {' and '.join(families)}")
+        try:
+            return AutoConfig.for_model(family, **{key: each for key, each in fields.items() if key != "model_type"})
+        except Exception as cause:
+            raise UserError(f"the config of the {self.noun} {self.source!r} cannot be used: {reason(cause)}") from cause
 
     @property
     def layer(self) -> Mapping[str, Any]:
@@ -102,8 +122,8 @@ class HeadFiles:
         """Refuse tensors that nothing used: then the head has parts that would be left out."""
         left = [name for name in self.tensors if not name.endswith(("rotary_emb.inv_freq", "num_batches_tracked"))]
         if left:
-            raise UserError(
-                f"the head {self.source!r} has weights that its layout does not name here: {_some(left)}; so its "
+            raise self.refused(
+                f"has weights that its layout does not name here: {_some(left)}; so its "
                 "structure is another one, and drafting without them would be wrong"
             )
 
@@ -130,7 +150,7 @@ def read_head(source: str, algorithm: str, *, weights: Sequence[str] = (WEIGHTS,
     except Exception as cause:
         raise UserError(f"the weights of the head {source!r} cannot be read: {reason(cause)}") from cause
     _refuse_other_algorithm(source, algorithm_of(config), algorithm)
-    return HeadFiles(source, config, tensors)
+    return HeadFiles(source, config, tensors, "assistant" if algorithm == "assistant" else "head")
 
 
 def _folder(source: str) -> Path:
@@ -245,28 +265,23 @@ def refuse_other_target(files: HeadFiles, target: SlotBackend, *, hidden: int | 
     `hidden` and `vocab` are None where the head does not say them.
     """
     made_for = verifier_of(files.config)
-    whose = f" (made for {made_for})" if made_for else ""
-    if hidden is not None and hidden != target.capabilities.hidden:
-        raise UserError(
-            f"the head {files.source!r}{whose} reads hidden states of width {hidden}, and those of {target.name} have "
-            f"{target.capabilities.hidden}: take a head that was made for this target"
-        )
+    whose = f"(made for {made_for}) " if made_for else ""
+
+    def misfit(why: str) -> UserError:
+        return files.refused(f"{whose}{why}: take a head that was made for this target")
+
+    if hidden is not None and hidden != (theirs := target.capabilities.hidden):
+        raise misfit(f"reads hidden states of width {hidden}, and those of {target.name} have {theirs}")
     if vocab is not None and vocab != target.vocab_size:
-        raise UserError(
-            f"the head {files.source!r}{whose} is for a vocabulary of {vocab} tokens, and {target.name} has "
-            f"{target.vocab_size}: take a head that was made for this target"
-        )
+        raise misfit(f"is for a vocabulary of {vocab} tokens, and {target.name} has {target.vocab_size}")
     kind = getattr(getattr(target, "model", None), "config", None)
-    theirs = list(getattr(kind, "architectures", None) or [])
+    there = list(getattr(kind, "architectures", None) or [])
     ours = list(_verifier(files.config).get("architectures") or [])
-    if theirs and ours and not set(theirs) & set(ours):
-        raise UserError(
-            f"the head {files.source!r}{whose} was made for {' or '.join(ours)}, and {target.name} is "
-            f"{' or '.join(theirs)}: take a head that was made for this target"
-        )
+    if there and ours and not set(there) & set(ours):
+        raise misfit(f"was made for {' or '.join(ours)}, and {target.name} is {' or '.join(there)}")
     if made_for and not _same_name(made_for, target.name):
-        raise UserError(
-            f"the head {files.source!r} was made for {made_for}, and the target is {target.name}: take a head that was "
+        raise files.refused(
+            f"was made for {made_for}, and the target is {target.name}: take a head that was "
             f"made for it; where it is the same model under another name, set speculators_config.verifier.name_or_path "
             f"in the head's {CONFIG} to {target.name!r}"
         )
@@ -310,9 +325,7 @@ def drafted_ids(files: HeadFiles, size: int, vocab: int, device: torch.device) -
     if offsets is None:
         if size == vocab:
             return None, None
-        raise UserError(
-            f"the head {files.source!r} drafts {size} of {vocab} tokens, and has no map d2t that says which they are"
-        )
+        raise files.refused(f"drafts {size} of {vocab} tokens, and has no map d2t that says which they are")
     ids = offsets.long() + torch.arange(size)
     if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(set(ids.tolist())) < size:
         raise UserError(f"the map d2t of the head {files.source!r} names tokens twice or outside of 0 to {vocab - 1}")
@@ -327,9 +340,8 @@ def drafted_ids(files: HeadFiles, size: int, vocab: int, device: torch.device) -
 def mask_token_of(files: HeadFiles, found: Any, target: SlotBackend) -> int:
     """The token of masked places."""
     if not isinstance(found, int) or not 0 <= found < target.vocab_size:
-        raise UserError(
-            f"the head {files.source!r} has mask_token_id {found!r}: expected 0 to {target.vocab_size - 1}, a token of "
-            f"{target.name}"
+        raise files.refused(
+            f"has mask_token_id {found!r}: expected 0 to {target.vocab_size - 1}, a token of {target.name}"
         )
     return found
 
@@ -339,5 +351,5 @@ def places_of(files: HeadFiles) -> int:
     methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     found = methods[0].get("speculative_tokens", 8)
     if not isinstance(found, int) or not 1 <= found <= 64:
-        raise UserError(f"the head {files.source!r} proposes {found!r} tokens: expected 1 to 64")
+        raise files.refused(f"proposes {found!r} tokens: expected 1 to 64")
     return found

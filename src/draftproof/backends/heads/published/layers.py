@@ -19,7 +19,6 @@ from draftproof.backends.lean.layers import Layer, Norm
 from draftproof.backends.lean.rotary import Rope
 from draftproof.backends.lean.traits import ROPES
 from draftproof.backends.products.packed_linear import Product
-from draftproof.errors import UserError, reason
 
 FAMILIES = ("llama", "qwen3")
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -47,29 +46,17 @@ class LayerShape:
         Raises:
             UserError: layers of another family, activation or rotary embedding than is read here.
         """
-        from transformers import AutoConfig
-
-        given = dict(files.layer)
-        family = family or given.get("model_type")
-        if family not in FAMILIES:
-            raise UserError(
-                f"the head {files.source!r} has layers of type {family!r}: expected {' and '.join(FAMILIES)}"
-            )
-        given.pop("model_type", None)
-        try:
-            config = AutoConfig.for_model(family, **given)
-            shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-            size, inner, heads, keys, dim = (int(n) for n in (config.hidden_size, config.intermediate_size, *shape))
-        except Exception as cause:
-            raise UserError(f"the config of the head {files.source!r} cannot be used: {reason(cause)}") from cause
+        config = files.made(family or files.layer.get("model_type"), FAMILIES, files.layer)
+        shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        size, inner, heads, keys, dim = (int(n) for n in (config.hidden_size, config.intermediate_size, *shape))
         if config.hidden_act != "silu":
-            raise UserError(f"the head {files.source!r} has the activation {config.hidden_act!r}: expected silu")
+            raise files.refused(f"has the activation {config.hidden_act!r}: expected silu")
         rope = (config.rope_parameters or {}).get("rope_type", "default")
         if rope not in ROPES:
-            raise UserError(f"the head {files.source!r} has the rotary embedding {rope!r}: expected {', '.join(ROPES)}")
+            raise files.refused(f"has the rotary embedding {rope!r}: expected {', '.join(ROPES)}")
         kinds = list(getattr(config, "layer_types", None) or [_FULL] * config.num_hidden_layers)
         if set(kinds) - {_FULL, _SLIDING}:
-            raise UserError(f"the head {files.source!r} has layers of kinds {kinds}: expected {_FULL} and {_SLIDING}")
+            raise files.refused(f"has layers of kinds {kinds}: expected {_FULL} and {_SLIDING}")
         windows = tuple(config.sliding_window if kind == _SLIDING else None for kind in kinds)
         return cls(size, inner, heads, keys, dim, float(config.rms_norm_eps), int(config.vocab_size), windows, config)
 

@@ -18,7 +18,6 @@ from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.published.files import WEIGHTS, HeadFiles, cast, read_head, refuse_other_target
 from draftproof.backends.heads.published.parallel import ParallelBackend, ParallelSession, Places
 from draftproof.backends.products.packed_linear import Product
-from draftproof.errors import UserError
 
 _FILES = ("medusa_lm_head.safetensors", WEIGHTS)
 _PREFIXES = ("", "medusa_head.")
@@ -57,8 +56,8 @@ class _Head:
         ]
         weight = files.take(f"{at}{depth}.weight", [None, width])
         if weight.shape[0] != target.vocab_size:
-            raise UserError(
-                f"the head {files.source!r} is for a vocabulary of {weight.shape[0]} tokens, and {target.name} has "
+            raise files.refused(
+                f"is for a vocabulary of {weight.shape[0]} tokens, and {target.name} has "
                 f"{target.vocab_size}: take heads that were made for this target"
             )
         self._output = Product(cast(weight, target))

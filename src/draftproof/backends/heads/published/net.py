@@ -93,8 +93,8 @@ def embedding_of(files: HeadFiles, shape: LayerShape, target: SlotBackend) -> Ca
     if own is not None:
         return Embedding(cast(own, target))
     if shape.size != target.capabilities.hidden:
-        raise UserError(
-            f"the head {files.source!r} has no embed_tokens.weight, and its width {shape.size} is not that of "
+        raise files.refused(
+            f"has no embed_tokens.weight, and its width {shape.size} is not that of "
             f"{target.name} ({target.capabilities.hidden}), whose embedding it would read"
         )
     return target.embed
@@ -115,7 +115,7 @@ def output_of(files: HeadFiles, shape: LayerShape, target: SlotBackend) -> Outpu
     own = files.optional("lm_head.weight", [size, shape.size])
     if own is None:
         if shape.size != target.capabilities.hidden:
-            raise UserError(f"the head {files.source!r} has no lm_head.weight, and the target's has another width")
+            raise files.refused("has no lm_head.weight, and the target's has another width")
         rows = target.output_rows(torch.arange(vocab, device=target.device) if ids is None else ids)
         return Output(ids, order, Product(rows))
     weight = cast(own, target)
