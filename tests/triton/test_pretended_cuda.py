@@ -11,7 +11,6 @@ import torch
 from draftproof import Engine, SamplingParams, native
 from draftproof.backends.base import Feed
 from draftproof.backends.hf.backend import HFBackend
-from draftproof.backends.lean import cuda_graphs as graphs
 from draftproof.backends.lean import graph_backend
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.lean.graph_backend import WIDEST, GraphBackend
@@ -277,8 +276,8 @@ def recorded(device, monkeypatch):
         made.append(outputs)
         return outputs, replay
 
-    monkeypatch.setattr(graphs, "record", record)
-    monkeypatch.setattr(graphs, "new_pool", object)
+    monkeypatch.setattr(graph_backend, "record", record)
+    monkeypatch.setattr(graph_backend, "new_pool", object)
     return made
 
 
@@ -383,7 +382,7 @@ def test_outputs_do_not_change_with_the_next_pass(recorded):
 
 
 def test_only_some_graphs_are_kept(recorded, monkeypatch):
-    monkeypatch.setattr(graphs, "MOST", 2)
+    monkeypatch.setattr(graph_backend, "MOST", 2)
     backend = GraphBackend(place(random_model(CONFIGS["llama"]())), check=False)
     session = backend.open()
     for width in (1, 2, 3, 1, 3, 2, 1, 3):
@@ -396,7 +395,7 @@ def test_what_cannot_be_recorded_is_launched(recorded, monkeypatch, caplog):
     def broken(*_):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graphs, "record", broken)
+    monkeypatch.setattr(graph_backend, "record", broken)
     engine = load("cuda", backend="graphs")
     assert written(engine, GREEDY, DRAWN) == written(load("cpu", backend="lean"), GREEDY, DRAWN)
     assert caplog.text.count("CUDA cannot record") == 1
