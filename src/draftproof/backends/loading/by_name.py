@@ -46,11 +46,7 @@ LEAN_KINDS = (LeanBackend.kind, GraphBackend.kind)  # a lean forward takes its m
 ATTENTION = ("eager", "sdpa")  # those that take the masks of trees and ragged batches
 Loaded = HFBackend | LeanBackend | PlainBackend
 _BACKENDS: dict[str, Any] = {
-    "hf": HFBackend,
-    "snapshot": SnapshotBackend,
-    "lean": LeanBackend,
-    "generate": PlainBackend,
-    "graphs": GraphBackend,
+    each.kind: each for each in (HFBackend, SnapshotBackend, LeanBackend, PlainBackend, GraphBackend)
 }
 _RENAMED = {"plain": "generate", "compiled": "graphs"}  # names of the version before, which still work, with a warning
 _log = logging.getLogger(__name__)
