@@ -24,14 +24,15 @@ import torch
 
 from draftproof import Engine, SamplingParams, models
 from draftproof.backends.base import Feed, unread
+from draftproof.backends.heads.base import HeadSession, TargetHead
 from draftproof.backends.heads.feature_head import FeatureBackend
 from draftproof.backends.heads.feature_net import load_net
 from draftproof.backends.heads.published.eagle3 import eagle3_backend
 from draftproof.backends.heads.published.peagle import PEagleBackend
 from draftproof.backends.loading.by_name import Loaded, load_backend
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.bench.estimate import Estimate, bootstrap, geometric_mean
-from draftproof.drafters.head import Following, Rewound
 from draftproof.embedded import feature_head_dir
 from draftproof.provenance import FILE, run_facts
 from draftproof.results import Results, table
@@ -42,7 +43,7 @@ from draftproof.tree import TokenTree
 PLACES = 4
 PLAIN = "plain decoding"
 TEMPERATURES = (0.0, 1.0)
-READERS: dict[str, Callable[[str, Loaded], Following]] = {
+READERS: dict[str, Callable[[str, Loaded], TargetHead]] = {
     "feature_head": lambda where, target: FeatureBackend(target, load_net(Path(where))),
     "eagle3": eagle3_backend,
     "peagle": PEagleBackend,
@@ -60,7 +61,7 @@ def main() -> None:
         "runs": [],
     }
     tokenizer = load_tokenizer(models.resolve(given.target))
-    target = load_backend(given.target, dtype=given.dtype)
+    target = load_backend(given.target, LoadOptions(dtype=given.dtype))
     kinds = {
         TEXT: held_out_text(given.texts, given.form, tokenizer, given.seed, given.trials),
         ANSWERS: own_answers(given.prompts, target, tokenizer, given.seed, given.trials),
@@ -121,7 +122,7 @@ def _origin(drafter: str) -> dict[str, Any]:
     return {name: kept[name] for name in ("options", "rows", "seconds", "metrics", "history") if name in kept}
 
 
-def _reader(drafter: str, target: Loaded) -> Following:
+def _reader(drafter: str, target: Loaded) -> TargetHead:
     kind, where = _where(drafter)
     return READERS[kind](where, target)
 
@@ -135,7 +136,7 @@ def _engine(given: argparse.Namespace, drafter: str | None) -> Engine:
 
 
 @torch.inference_mode()
-def along(target: Loaded, readers: dict[str, Following], row: Row, every: int) -> list[dict[str, Any]]:
+def along(target: Loaded, readers: dict[str, TargetHead], row: Row, every: int) -> list[dict[str, Any]]:
     """Acceptance of each place of a draft, from positions of one window."""
     tokens = list(row.tokens)
     whole, owner = target.open(), target.open()
@@ -148,7 +149,7 @@ def along(target: Loaded, readers: dict[str, Following], row: Row, every: int) -
             target.forward([Feed(owner, tokens[owner.stem : anchor])])
             for name, head in readers.items():
                 session = sessions[name]
-                assert isinstance(session, Rewound), "made by a head"
+                assert isinstance(session, HeadSession), "made by a head"
                 session.rewind()
                 fed, accepted = unread(session, tokens[1 - head.back : anchor + 1]), []
                 for place in range(PLACES):

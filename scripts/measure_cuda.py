@@ -26,7 +26,7 @@ from draftproof.accelerator import finish
 from draftproof.backends.base import Feed
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
-from draftproof.backends.lean.compiled import CompiledBackend
+from draftproof.backends.lean.graph_backend import GraphBackend
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.functional import chain, coupling
@@ -36,7 +36,7 @@ from draftproof.rng import inverse_cdf
 from draftproof.tree import TokenTree
 from draftproof.triton import choose
 
-BACKENDS = {"hf": HFBackend, "lean": LeanBackend, "compiled": CompiledBackend}
+BACKENDS = {"hf": HFBackend, "lean": LeanBackend, "graphs": GraphBackend}
 WIDTHS = (1, 5, 9)
 DRAFTED = 4
 Calls = Mapping[Any, Callable[[], object]]
@@ -205,8 +205,8 @@ def decoding(
     found_wide, rows = passes(backends, ids, 5 * options.repeats, device)
     lines += ["", *rows]
     found_rounds: Any = {}
-    if "compiled" in backends:
-        found_rounds, rows = rounds(backends["compiled"], ids, options, device)
+    if "graphs" in backends:
+        found_rounds, rows = rounds(backends["graphs"], ids, options, device)
         lines += ["", *rows]
     return lines, {"decoding": found, "passes": found_wide, "rounds": found_rounds, "equal": same}
 

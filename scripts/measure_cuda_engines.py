@@ -16,7 +16,7 @@ from measure_cuda import SHAPES, SMALL, over, turns
 
 from draftproof import Engine, SamplingParams
 from draftproof.backends.lean.backend import LeanBackend
-from draftproof.backends.lean.compiled import CompiledBackend
+from draftproof.backends.lean.graph_backend import GraphBackend
 from draftproof.provenance import run_facts
 from draftproof.results import Results, table
 
@@ -49,7 +49,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     kind, dtype = (
-        (CompiledBackend, torch.bfloat16) if device.type == "cuda" else (LeanBackend, torch.float32)
+        (GraphBackend, torch.bfloat16) if device.type == "cuda" else (LeanBackend, torch.float32)
     )  # a CPU: to see that the script runs
     config = (SHAPES | SMALL)[options.shape]
     own, theirs = (common.random_model(config(), dtype, device) for _ in range(2))

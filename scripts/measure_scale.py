@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import transformers
 from measure_shapes import configs, with_random_weights
+from scale_model import GAIN, Machine, Model, Setting, Speculation, layouts, pass_seconds, turned_off_at
 from scipy.optimize import least_squares
 
 from draftproof import models
@@ -35,6 +36,7 @@ from draftproof.backends.base import Feed, unread
 from draftproof.backends.heads.feature_net import load_net
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.loading.by_name import load_backend
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.bench.questions import read_questions
 from draftproof.embedded import feature_head_dir
@@ -44,7 +46,6 @@ from draftproof.errors import UserError
 from draftproof.provenance import KEY, run_facts
 from draftproof.results import Results, median_and_range, new_figure, save_figure, table
 from draftproof.sampling import SamplingParams
-from draftproof.theory.scale import GAIN, Machine, Model, Setting, Speculation, layouts, pass_seconds, turned_off_at
 
 TARGET, DTYPE, DRAFTED = "smollm2-135m", "bfloat16", 4
 DRAFTERS = {"plain": "none", "quantized:4": "quantized:4", "feature head": "feature_head"}
@@ -83,7 +84,7 @@ def decoded(engine: Engine, prompts: Sequence[list[int]], rounds: int, seed: int
 
 def measured_rounds(batches: Sequence[int], rounds: int, turns: int) -> list[dict[str, Any]]:
     """Rounds of SmolLM2-135M, every way to draft in turns."""
-    backend = load_backend(TARGET, dtype=DTYPE)
+    backend = load_backend(TARGET, LoadOptions(dtype=DTYPE))
     tokenizer = load_tokenizer(models.resolve(TARGET))
     texts = itertools.cycle(question.prompt for question in read_questions("mt-bench"))
     engines = {

@@ -27,6 +27,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from draftproof.backends.loading.by_name import load_model
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.embedded import target_dir
 from draftproof.files import whole_file
@@ -137,7 +138,7 @@ def collect(options: argparse.Namespace) -> Collection:
     """Sample batches until there is enough text; progress goes to stderr."""
     found = Collection(words("\n".join(path.read_text(encoding="utf-8") for path in options.known)))
     source = str(target_dir())
-    tokenizer, writer = load_tokenizer(source), Writer(load_model(source, dtype="float32", device="cpu"))
+    tokenizer, writer = load_tokenizer(source), Writer(load_model(source, LoadOptions(dtype="float32", device="cpu")))
     start = time.perf_counter()
     while found.size < options.megabytes * 1e6:
         generator = torch.Generator().manual_seed(fold(options.seed, found.begun) >> 1)

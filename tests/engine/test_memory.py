@@ -29,10 +29,8 @@ from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.engine.request import Request
 from draftproof.finish import Cutter
 from draftproof.functional.greedy import GreedyState
-from draftproof.profiling.allocations import TensorAllocations
-from draftproof.profiling.memory import Workload, measure, slot_caches, weights
-from draftproof.profiling.memory_report import format_bytes
-from draftproof.profiling.phases import Phases
+from draftproof.profiling.memory import Workload, format_bytes, measure, slot_caches, weights
+from draftproof.profiling.phases import Phases, TensorAllocations
 from draftproof.profiling.tensor_memory import tensor_memory, walk
 from draftproof.provenance import KEY
 from draftproof.rng import CounterRoundRng

@@ -611,7 +611,7 @@ def test_names_are_read_at_once():
     with pytest.raises(UserError, match="drafter"):
         both(model_of(), speculative(drafter="nothing"))
     with pytest.raises(UserError, match="backend"):
-        both(model_of(), speculative(backend="compiled"))
+        both(model_of(), speculative(backend="graphs"))
     with pytest.raises(UserError, match="no lean forward"):
         both(model_of("gpt2"), speculative(backend="lean"))
 

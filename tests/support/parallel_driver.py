@@ -11,6 +11,7 @@ import torch
 
 from draftproof import Engine, SamplingParams
 from draftproof.backends.loading.by_name import load_backend
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.registry import make_verifier
 from draftproof.errors import UserError
@@ -41,13 +42,13 @@ def texts(folders, processes):
     load = {"dtype": "float32", "backend": "hf", "tensor_parallel": processes}
     engine = Engine.load(folders["target"], folders["draft"], **load)
     found["auto"] = decoded(engine)  # what it drafts depends on the time of rounds, and with a seed the text does not
-    target, draft = engine.target, load_backend(folders["draft"], dtype="float32")
+    target, draft = engine.target, load_backend(folders["draft"], LoadOptions(dtype="float32"))
     for name, options in COMPOSITIONS.items():
         read = draft if name in ("model", "tree") else None
         rule = {"rule": make_verifier(options["rule"])} if "rule" in options else {}
         found[name] = decoded(Engine.assemble(target, read, None, **options | rule))
     for name in folders.keys() - {"target", "draft"}:
-        backend = load_backend(folders[name], **load)
+        backend = load_backend(folders[name], LoadOptions(**load))
         found[name] = decoded(Engine(backend, NgramDrafter(4), max_batch=3))
         found[f"{name}, kind"] = type(backend).__name__
     if processes > 1:

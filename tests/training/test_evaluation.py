@@ -6,6 +6,7 @@ import pytest
 
 from draftproof.backends.heads.feature_net import save_net
 from draftproof.backends.loading.by_name import load_backend
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.provenance import KEY
 from draftproof.results import mean_and_deviation
 from draftproof.training.evaluation import drafter, heads, pair, text
@@ -55,7 +56,7 @@ def test_a_pair_is_evaluated_and_both_files_are_written(stories, tmp_path, monke
 def test_a_feature_head_is_compared_with_three_other_drafters(stories, tmp_path, monkeypatch):
     for name, value in {"WINDOW": 32, "WINDOWS": 2, "ANSWER": 6, "RUN": 6}.items():
         monkeypatch.setattr(drafter, name, value)
-    save_net(net_for(load_backend("embedded:target", dtype="float32")), tmp_path)
+    save_net(net_for(load_backend("embedded:target", LoadOptions(dtype="float32"))), tmp_path)
     options = ("--head", tmp_path, "--target", "embedded:target", "--layers", 2, "--data", stories, "--form", "lines")
     shown = evaluate("drafter", *options, "--prompts", stories, *ONE).stdout
     for name in ("feature head", "the same, untrained", "first 2 layers", "lookup"):

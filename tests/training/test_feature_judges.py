@@ -7,9 +7,8 @@ import torch
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
-from draftproof.backends.heads.feature_head import FeatureBackend
+from draftproof.backends.heads.feature_head import FeatureBackend, StandaloneHead
 from draftproof.backends.heads.feature_net import FeatureConfig, FeatureNet, save_net
-from draftproof.backends.heads.standalone import StandaloneHead
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.training.head_artefact import make_head, make_verifier_head
 from draftproof.training.head_options import HeadJob, Material

@@ -16,7 +16,7 @@ from draftproof import Engine, SamplingParams
 from draftproof.backends.base import Feed
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
-from draftproof.backends.lean.compiled import CompiledBackend
+from draftproof.backends.lean.graph_backend import GraphBackend
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.rng import TorchRng
 from support.chi_square import ALPHA, chi_square
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
-BACKENDS = {"hf": HFBackend, "lean": LeanBackend, "compiled": CompiledBackend}
+BACKENDS = {"hf": HFBackend, "lean": LeanBackend, "graphs": GraphBackend}
 PROMPTS = [[3, 4, 5], [7], list(range(20, 60)), [9, 8, 40, 77, 2, 1, 5, 6]]
 TOKENS = 32
 NEAR = 1e-3  # logits this near may change places between two ways to add up the same numbers
@@ -75,7 +75,7 @@ def texts(engine, prompts, params):
 @pytest.mark.parametrize(
     ("family", "backend"),
     [(family, "hf") for family in CONFIGS]
-    + [(family, kind) for family in ("llama", "qwen2", "qwen3", "mistral", "gemma3") for kind in ("lean", "compiled")],
+    + [(family, kind) for family in ("llama", "qwen2", "qwen3", "mistral", "gemma3") for kind in ("lean", "graphs")],
 )
 def test_greedy_text_is_that_of_transformers(family, backend, drafter):
     model, wanted = expected(family)
@@ -94,7 +94,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("drafter", "verifier"), PAIRS)
-@pytest.mark.parametrize("backend", ["lean", "compiled"])
+@pytest.mark.parametrize("backend", ["lean", "graphs"])
 def test_the_embedded_pair_keeps_the_text(drafter, verifier, backend, tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path))
     options = {"dtype": "float32", "device": "cuda", "backend": backend}
@@ -109,7 +109,7 @@ def test_the_embedded_pair_keeps_the_text(drafter, verifier, backend, tmp_path, 
     assert together == [texts(engine, [ids], drawn)[0] for ids in PROMPTS]  # a seed's text does not depend on a batch
 
 
-@pytest.mark.parametrize("backend", ["hf", "lean", "compiled"])
+@pytest.mark.parametrize("backend", ["hf", "lean", "graphs"])
 @pytest.mark.parametrize("drafter", ["quantized:4", "quantized:8", "quantized:4x2"])
 def test_rounded_weights_draft_for_their_target(drafter, backend, tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path))
@@ -148,13 +148,13 @@ def test_products_with_rounded_weights(bits, dtype):
 
 def test_the_default_is_recorded_and_drafts_by_itself():
     engine = Engine.load("embedded:stories", device="cuda")
-    assert (engine.target.kind, engine.target.device.type) == ("compiled", "cuda")
+    assert (engine.target.kind, engine.target.device.type) == ("graphs", "cuda")
     assert [one.name for one in engine.drafter.sources] == ["quantized:4"]
 
 
 def test_weights_of_a_recorded_model_are_changed():
     old, new = (random_model(CONFIGS["llama"](), seed=seed).cuda() for seed in (0, 1))
-    made = CompiledBackend(old).with_weights(new.state_dict())
+    made = GraphBackend(old).with_weights(new.state_dict())
     wanted = texts(Engine(HFBackend(new)), PROMPTS, SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True))
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     for _ in range(2):  # passes are recorded when their shapes come again
@@ -162,7 +162,7 @@ def test_weights_of_a_recorded_model_are_changed():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("backend", ["hf", "lean", "compiled"])
+@pytest.mark.parametrize("backend", ["hf", "lean", "graphs"])
 def test_half_precision_is_near_float32(dtype, backend):
     made = BACKENDS[backend](random_model(CONFIGS["qwen3"](), dtype=getattr(torch, dtype)).cuda())
     plain = HFBackend(random_model(CONFIGS["qwen3"](), dtype=getattr(torch, dtype)).float())
@@ -175,7 +175,7 @@ def test_half_precision_is_near_float32(dtype, backend):
 
 
 def test_a_round_of_graphs_copies_nothing_that_waits():
-    backend = CompiledBackend(random_model(CONFIGS["llama"]()).cuda())
+    backend = GraphBackend(random_model(CONFIGS["llama"]()).cuda())
     session = backend.open()
     for token in range(4):
         backend.forward([Feed(session, [token])])

@@ -11,10 +11,9 @@ import torch
 from draftproof import Engine, SamplingParams, native
 from draftproof.backends.base import Feed
 from draftproof.backends.hf.backend import HFBackend
-from draftproof.backends.lean import compiled
-from draftproof.backends.lean import cuda_graphs as graphs
+from draftproof.backends.lean import graph_backend
 from draftproof.backends.lean.backend import LeanBackend
-from draftproof.backends.lean.compiled import WIDEST, CompiledBackend
+from draftproof.backends.lean.graph_backend import WIDEST, GraphBackend
 from draftproof.backends.loading import by_name as loading
 from draftproof.errors import RequestError
 from draftproof.profiling import forward as forward_profile
@@ -277,8 +276,8 @@ def recorded(device, monkeypatch):
         made.append(outputs)
         return outputs, replay
 
-    monkeypatch.setattr(graphs, "record", record)
-    monkeypatch.setattr(graphs, "new_pool", object)
+    monkeypatch.setattr(graph_backend, "record", record)
+    monkeypatch.setattr(graph_backend, "new_pool", object)
     return made
 
 
@@ -303,8 +302,8 @@ READS = [
     [("llama", "all"), ("mistral", "all"), ("qwen3", "all"), ("llama", "first layers"), ("qwen3", "states of layers")],
 )
 def test_graphs_give_the_lean_logits(family, part, recorded, monkeypatch):
-    monkeypatch.setattr(compiled, "_BUCKET", 8)
-    made = [kind(place(random_model(CONFIGS[family]()))) for kind in (CompiledBackend, LeanBackend)]
+    monkeypatch.setattr(graph_backend, "_BUCKET", 8)
+    made = [kind(place(random_model(CONFIGS[family]()))) for kind in (GraphBackend, LeanBackend)]
     if part == "first layers":
         made = [backend.first_layers(1) for backend in made]
     elif part == "states of layers":
@@ -330,7 +329,7 @@ def test_graphs_give_the_lean_logits(family, part, recorded, monkeypatch):
 
 
 def test_rows_that_are_not_neighbours_are_recorded(recorded):
-    made = [kind(place(random_model(CONFIGS["llama"]()))) for kind in (CompiledBackend, LeanBackend)]
+    made = [kind(place(random_model(CONFIGS["llama"]()))) for kind in (GraphBackend, LeanBackend)]
     sessions = [[backend.open() for _ in range(4)] for backend in made]
     for order in ((0, 1, 2, 3), (0, 2, 3), (3, 0, 2), (2, 0, 3)):
         outputs = [
@@ -347,8 +346,8 @@ def test_rows_that_are_not_neighbours_are_recorded(recorded):
 def test_texts_from_graphs(recorded):
     options = {"draft": "embedded:draft", "stopper": "fixed:3"}
     expected = written(load("cuda", **options, backend="lean"), GREEDY, DRAWN)
-    engine = load("cuda", **options, backend="compiled")
-    assert engine.target.kind == "compiled"
+    engine = load("cuda", **options, backend="graphs")
+    assert engine.target.kind == "graphs"
     for _ in range(2):  # what came once is recorded when it comes again
         assert written(engine, GREEDY, DRAWN) == expected
     count = len(recorded)
@@ -357,12 +356,12 @@ def test_texts_from_graphs(recorded):
 
 
 def test_auto_takes_graphs(recorded):
-    assert load("cuda").target.kind == "compiled"
+    assert load("cuda").target.kind == "graphs"
     assert load("cpu").target.kind == "lean"
 
 
 def test_shapes_that_come_once_are_not_recorded(recorded):
-    backend = CompiledBackend(place(random_model(CONFIGS["llama"]())), check=False)
+    backend = GraphBackend(place(random_model(CONFIGS["llama"]())), check=False)
     count, session = len(recorded), backend.open()
     backend.forward([Feed(session, [5])])
     for width in (3, 4, 5, 6, 7):
@@ -373,7 +372,7 @@ def test_shapes_that_come_once_are_not_recorded(recorded):
 
 
 def test_outputs_do_not_change_with_the_next_pass(recorded):
-    backend = CompiledBackend(place(random_model(CONFIGS["llama"]())))
+    backend = GraphBackend(place(random_model(CONFIGS["llama"]())))
     session = backend.open()
     backend.forward([Feed(session, [3, 4])])
     first = backend.forward([Feed(session, [5])])[0].logits
@@ -383,12 +382,12 @@ def test_outputs_do_not_change_with_the_next_pass(recorded):
 
 
 def test_only_some_graphs_are_kept(recorded, monkeypatch):
-    monkeypatch.setattr(graphs, "MOST", 2)
-    backend = CompiledBackend(place(random_model(CONFIGS["llama"]())), check=False)
+    monkeypatch.setattr(graph_backend, "MOST", 2)
+    backend = GraphBackend(place(random_model(CONFIGS["llama"]())), check=False)
     session = backend.open()
     for width in (1, 2, 3, 1, 3, 2, 1, 3):
         backend.forward([Feed(session, [5] * width)])
-    (graphs_,) = backend._program._runs.values()
+    (graphs_,) = backend._recorded_passes._graphs.values()
     assert len(graphs_._kept) == 2
 
 
@@ -396,8 +395,8 @@ def test_what_cannot_be_recorded_is_launched(recorded, monkeypatch, caplog):
     def broken(*_):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graphs, "record", broken)
-    engine = load("cuda", backend="compiled")
+    monkeypatch.setattr(graph_backend, "record", broken)
+    engine = load("cuda", backend="graphs")
     assert written(engine, GREEDY, DRAWN) == written(load("cpu", backend="lean"), GREEDY, DRAWN)
     assert caplog.text.count("CUDA cannot record") == 1
     assert "operation not permitted" in caplog.text
@@ -428,7 +427,7 @@ def test_the_script_that_measures_runs(tmp_path, monkeypatch):
     where = Path(__file__).parents[2] / "scripts" / "measure_cuda.py"
     monkeypatch.syspath_prepend(where.parent)
     script = runpy.run_path(str(where))
-    script["BACKENDS"].pop("compiled")  # it compiles for a minute
+    script["BACKENDS"].pop("graphs")  # of a device only
     command = [
         str(where),
         "--out",

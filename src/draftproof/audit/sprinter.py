@@ -35,7 +35,7 @@ from draftproof.training.heads import Labels, train_head
 from draftproof.training.loop import TrainingPlan
 from draftproof.training.responses import Response
 from draftproof.training.sprinter import accepted_at, position_distribution
-from draftproof.verifiers.lossy import last_token_verifier
+from draftproof.verifiers.chain import last_token_verifier
 
 VOCAB, WIDTH, ORDER = 3, 6, 2
 TAU = 0.35  # a low threshold: the verifier accepts bad tokens in some contexts and rejects good ones in others

@@ -65,7 +65,6 @@ class HiddenStates:
 
     @torch.inference_mode()
     def _write(self) -> None:
-        """Write what waits."""
         if not self._waiting:
             return
         size = max(start + len(states) for start, states in self._waiting)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from draftproof.errors import UndraftableError, UserError
 
@@ -47,12 +49,7 @@ def states_only(model: Any) -> bool:
 
 
 def refuse_unsuitable(model: Any, name: str) -> None:
-    """Refuse models whose kind alone says that their cache cannot be rolled back.
-
-    Raises:
-        UserError: encoder-decoder, or no output embedding.
-        UndraftableError: no cache of transformers' own.
-    """
+    """Refuse models whose kind alone says that their cache cannot be rolled back."""
     kind = type(model).__name__
     absent = [
         each for each in ("hidden_size", "num_hidden_layers") if not hasattr(model.config.get_text_config(), each)
@@ -98,34 +95,31 @@ def input_device(model: Any) -> torch.device:
     return torch.device(next((place for place in places if place is not None), "cpu"))
 
 
+@torch.inference_mode()
+def sample_logits(model: Any) -> Float[Tensor, "tokens vocab"]:
+    """A model's own logits of nine tokens from all over its vocabulary."""
+    vocab = int(model.get_input_embeddings().weight.shape[0])
+    ids = torch.linspace(1, vocab - 1, 9, device=input_device(model)).long()
+    logits: Tensor = model(input_ids=ids.unsqueeze(0), use_cache=False).logits
+    return logits[0].clone()
+
+
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts of a causal language model.
+    """Facts of a causal language model."""
 
-    Attributes:
-        name: how errors and reports call it.
-        vocab_size: width of a row of logits.
-        hidden_size: width of a hidden state.
-        layers: number of decoder layers.
-        max_positions: longest sequence; None when unbounded.
-        dtype, device: of the weights; the device is where tokens are fed.
-        bits: of a quantized weight; None where weights have the dtype.
-        eos_token_ids: tokens that end a text.
-        bos_token_id: the token that begins one; None where the config names none.
-        sampling_defaults: the fields that the generation config sets.
-    """
-
-    name: str
-    vocab_size: int
-    hidden_size: int
-    layers: int
-    max_positions: int | None
+    name: str  # how errors and reports call it
+    vocab_size: int  # width of a row of logits
+    hidden_size: int  # width of a hidden state
+    layers: int  # number of decoder layers
+    max_positions: int | None  # longest sequence; None when unbounded
+    # dtype, device: of the weights; the device is where tokens are fed
     dtype: torch.dtype
     device: torch.device
-    bits: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    bits: int | None = None  # of a quantized weight; None where weights have the dtype
+    eos_token_ids: tuple[int, ...] = ()  # tokens that end a text
+    bos_token_id: int | None = None  # the token that begins one; None where the config names none
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # the fields that the generation config sets
 
     @property
     def size(self) -> int:
@@ -136,22 +130,14 @@ class ModelInfo:
 
     @classmethod
     def of(cls, model: Any, name: str | None = None) -> ModelInfo:
-        """Of a loaded transformers model.
-
-        Raises:
-            UserError: a model whose kind alone says that its cache cannot be rolled back.
-        """
+        """Of a loaded transformers model."""
         name = _named(model, name)
         refuse_unsuitable(model, name)
         return cls.loosely(model, name)
 
     @classmethod
     def loosely(cls, model: Any, name: str | None = None) -> ModelInfo:
-        """The same of a model that may be unsuitable; sizes that its config does not name are 0.
-
-        Raises:
-            UserError: no output embedding.
-        """
+        """The same of a model that may be unsuitable; sizes that its config does not name are 0."""
         name = _named(model, name)
         if (head := model.get_output_embeddings()) is None:
             raise UserError(

@@ -36,16 +36,7 @@ def state_of(weights: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def refuse_misfits(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], name: str) -> None:
-    """Refuse a state dict that lacks a tensor, has one more, or one of another shape.
-
-    Args:
-        state: the new weights.
-        shapes: of every tensor that the model has.
-        name: the model's, for errors.
-
-    Raises:
-        UserError: naming the tensors.
-    """
+    """Refuse a state dict that lacks a tensor, has one more, or one of another shape, and NaN."""
     problem = misfit({key: tuple(tensor.shape) for key, tensor in state.items()}, shapes)
     if problem is not None:
         raise UserError(f"the new weights {problem}; expected a whole state dict of {name}, under transformers' names")
@@ -55,12 +46,7 @@ def refuse_misfits(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, 
 
 
 def misfit(found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """What is wrong with the tensors of a model: some are missing, too much, or of another shape; None where all fit.
-
-    Args:
-        found: their shapes.
-        shapes: of every tensor that the model has.
-    """
+    """What is wrong with the shapes of a model's tensors: some are missing, too much or others; None where all fit."""
     missing = sorted(shapes.keys() - found.keys())
     strange = sorted(found.keys() - shapes.keys())
     wrong = sorted(
@@ -75,41 +61,9 @@ def misfit(found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int,
     return None
 
 
-class StateWeights:
-    """Tensors of a state dict as `checkpoint.Architecture` reads those of a file.
-
-    Args:
-        state: by name.
-        dtype: that they are converted to.
-        device: that they are moved to.
-    """
-
-    def __init__(self, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        self._state = state
-        self._dtype = dtype
-        self._device = device
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._state
-
-    def optional(self, name: str) -> Tensor | None:
-        """The tensor, if it is there."""
-        if name not in self:
-            return None
-        return self[name]
-
-    def __getitem__(self, name: str) -> Tensor:
-        """A copy of the tensor, so that it does not change with the module it comes from."""
-        return self._state[name].detach().to(self._device, self._dtype, copy=True)
-
-
 @torch.no_grad()
 def copy_into(model: nn.Module, state: Mapping[str, Tensor], name: str) -> None:
-    """Write new weights into a model, in place; none is written unless all fit.
-
-    Raises:
-        UserError: as `refuse_misfits`, or weights that are not in memory.
-    """
+    """Write new weights into a model, in place; none is written unless all fit."""
     own = model.state_dict(keep_vars=True)
     if any(each.is_meta for each in own.values()):
         raise UserError(f"some weights of {name} are on the disk and cannot be updated: load it whole")

@@ -78,7 +78,7 @@ class ModelCache:
         refuse_gguf(name, "a competitor")
         key = (name, dtype)
         if key not in self._models:
-            self._models[key] = load_model(models.resolve(name), dtype=dtype, **self._options)
+            self._models[key] = load_model(models.resolve(name), LoadOptions(dtype=dtype, **self._options))
         return self._models[key]
 
     def backend(self, name: str, dtype: str, backend: str, purpose: str = "", *, whole: bool = False) -> SlotBackend:

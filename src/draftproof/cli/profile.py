@@ -52,8 +52,7 @@ def memory(
 ) -> None:
     """Measure the memory of weights, caches and the temporaries of a round, and the peak of running a batch."""
     from draftproof.backends.loading.options import parse_device
-    from draftproof.profiling.memory import Workload, measure, warm_up
-    from draftproof.profiling.memory_report import memory_report
+    from draftproof.profiling.memory import Workload, measure, memory_report, warm_up
     from draftproof.provenance import run_facts, without_directory
 
     workload, where = Workload(batch, prompt_tokens, new_tokens), parse_device(device)

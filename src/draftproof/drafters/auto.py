@@ -458,5 +458,4 @@ def _length(tokens: tuple[float, ...], least: float) -> int:
 
 
 def _first(found: Found, n: int) -> Found:
-    """The first tokens of what was found."""
     return replace(found, tokens=found.tokens[:n])

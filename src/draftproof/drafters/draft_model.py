@@ -29,11 +29,6 @@ class DraftModel:
         backend: the model; its vocabulary may be padded to another width than the target's.
         vocab_size: width of the target's logits and of q.
         temperature, top_k: of the draft; None for the request's.
-
-    Attributes:
-        changes: the sampling parameters in which the draft differs from the request.
-        checks: of the logits; a drafter calls `finish` when its drafts are made, which waits for the draft model's
-            passes on a device: so the host's clock shows what drafting takes.
     """
 
     stationary = True
@@ -44,11 +39,14 @@ class DraftModel:
         self.backend = backend
         self._vocab_size = vocab_size
         changes = {"temperature": temperature, "top_k": top_k}
+        # the sampling parameters in which the draft differs from the request
         self.changes: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
         try:
             SamplingParams(**self.changes)
         except UserError as cause:
             raise UserError(f"the draft's own {cause}") from None
+        # of the logits; a drafter calls `finish` when its drafts are made, which waits for the draft model's passes on
+        # a device: so the host's clock shows what drafting takes
         self.checks = LogitsCheck()
         self.kept = PrefixCache(0)
         self._sessions: dict[int, Session] = {}

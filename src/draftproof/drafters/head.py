@@ -6,40 +6,13 @@ the hidden states of the last verification (EAGLE, arXiv 2401.15077).
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
-
-from draftproof.backends.base import Backend, Session, unread
+from draftproof.backends.base import Session, unread
 from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.base import HeadSession, TargetHead
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.sampled_tree import chains_drafter
 from draftproof.stoppers.base import Stopper
-
-
-@runtime_checkable
-class Following(Backend, Protocol):
-    """A head's backend.
-
-    Attributes:
-        layers: whose hidden states of the target it reads; () for the last ones.
-        back: 0 where its sessions leave out the first token of the target's.
-        deepest: largest depth of a draft; None where there is no limit.
-    """
-
-    layers: tuple[int, ...]
-    back: int
-    deepest: int | None
-
-    def follow(self, owner: Session) -> Session:
-        """A session that reads what the target's session has read, with its states."""
-
-
-@runtime_checkable
-class Rewound(Protocol):
-    """A session that forgets what was drafted."""
-
-    def rewind(self) -> None:
-        """Forget what was read with states of the head's own making."""
 
 
 class FollowingModel(DraftModel):
@@ -48,7 +21,7 @@ class FollowingModel(DraftModel):
     stationary = False  # in the next round it reads the target's states of the tokens that were accepted
 
     def __init__(
-        self, head: Following, target: SlotBackend, *, temperature: float | None = None, top_k: int | None = None
+        self, head: TargetHead, target: SlotBackend, *, temperature: float | None = None, top_k: int | None = None
     ) -> None:
         self._head = head
         super().__init__(head, vocab_size=target.vocab_size, temperature=temperature, top_k=top_k)
@@ -73,7 +46,7 @@ class FollowingModel(DraftModel):
         found = self._sessions.get(request.id)
         if found is None:
             found = self._sessions[request.id] = self._head.follow(_owner(request))
-        assert isinstance(found, Rewound), "made by the head"
+        assert isinstance(found, HeadSession), "made by the head"
         found.rewind()
         return found
 

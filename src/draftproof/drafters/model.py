@@ -35,7 +35,6 @@ class _Chain:
         return len(self.tokens) < self.size
 
     def draft(self, device: torch.device) -> Draft:
-        """The finished draft."""
         if not self.size:
             return Draft.empty(device)
         return Draft(TokenTree.chain(torch.stack(self.tokens[: self.size])), torch.stack(self.probs[: self.size]))

@@ -63,7 +63,6 @@ class _DraftTree:
         return ids
 
     def draft(self, device: torch.device) -> Draft:
-        """The finished draft."""
         if not self.tokens:
             return Draft.empty(device)
         tree = TokenTree(sent(self.tokens, device), tuple(self.parents))

@@ -316,24 +316,17 @@ class _ContextTree:
 
 
 class _Node:
-    """Contexts that occurred at the same places: the tokens they add to the parent node, and what followed them.
-
-    Attributes:
-        label: the tokens from the parent node to this one.
-        children: the child nodes by the first token of their label; None for a leaf.
-        total: how often any token followed.
-        best: the token that followed most often.
-        counts: how often each token followed; None while there is only one.
-    """
+    """Contexts that occurred at the same places: the tokens they add to the parent node, and what followed them."""
 
     __slots__ = ("best", "children", "counts", "label", "total")
 
     def __init__(self, label: tuple[int, ...], token: int) -> None:
-        self.label = label
+        self.label = label  # the tokens from the parent node to this one
+        # the child nodes by the first token of their label; None for a leaf
         self.children: dict[int, _Node] | None = None
-        self.total = 1
-        self.best = token
-        self.counts: dict[int, int] | None = None
+        self.total = 1  # how often any token followed
+        self.best = token  # the token that followed most often
+        self.counts: dict[int, int] | None = None  # how often each token followed; None while there is only one
 
     @property
     def share(self) -> float:
@@ -341,7 +334,6 @@ class _Node:
         return 1.0 if self.counts is None else self.counts[self.best] / self.total
 
     def add(self, token: int) -> None:
-        """Count a token."""
         self.total += 1
         if self.counts is None:
             if token == self.best:

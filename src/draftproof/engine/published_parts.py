@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.base import TargetHead
 from draftproof.backends.heads.published.assistant import AssistantBackend
 from draftproof.backends.heads.published.dflash import DFlashBackend, DFlashNet
 from draftproof.backends.heads.published.dflash2 import DFlash2Net
@@ -16,14 +17,14 @@ from draftproof.backends.heads.published.mtp import mtp_backend
 from draftproof.backends.heads.published.mtp_head import mtp_head_backend
 from draftproof.backends.heads.published.peagle import PEagleBackend
 from draftproof.drafters.base import Drafter
-from draftproof.drafters.head import Following, FollowingModel, following_drafter
+from draftproof.drafters.head import FollowingModel, following_drafter
 from draftproof.engine.composition import HEAD
 from draftproof.engine.drafter_context import DrafterContext, DrafterPart
 from draftproof.engine.parts import own_chain_count, source
 from draftproof.errors import UserError
 
 
-def _head(name: str, load: Callable[[str, SlotBackend], Following]) -> Callable[[DrafterContext, str], Drafter]:
+def _head(name: str, load: Callable[[str, SlotBackend], TargetHead]) -> Callable[[DrafterContext, str], Drafter]:
     """A drafter from a head that a directory or a hub id names."""
 
     def build(parts: DrafterContext, argument: str) -> Drafter:
@@ -46,7 +47,7 @@ def _named(name: str, argument: str) -> tuple[str, int]:
     return where, chains
 
 
-def _part(name: str, about: str, load: Callable[[str, SlotBackend], Following]) -> DrafterPart:
+def _part(name: str, about: str, load: Callable[[str, SlotBackend], TargetHead]) -> DrafterPart:
     return DrafterPart(
         name=name,
         argument="HEAD",
@@ -60,7 +61,7 @@ def _part(name: str, about: str, load: Callable[[str, SlotBackend], Following]) 
     )
 
 
-def _block(kind: type[DFlashNet]) -> Callable[[str, SlotBackend], Following]:
+def _block(kind: type[DFlashNet]) -> Callable[[str, SlotBackend], TargetHead]:
     """Loads a head of DFlash's kin."""
     return lambda source, target: DFlashBackend(source, target, kind)
 
@@ -69,7 +70,7 @@ def _mtp(parts: DrafterContext, argument: str) -> Drafter:
     """The target's own prediction layers, or those of a head."""
     where, chains = ("", own_chain_count(argument)) if _is_own(argument) else source(argument)
     target = parts.own_model("mtp")
-    head: Following = mtp_head_backend(where, target) if where else mtp_backend(target)
+    head: TargetHead = mtp_head_backend(where, target) if where else mtp_backend(target)
     model = FollowingModel(head, target, **parts.changes)
     return following_drafter(model, parts.ends(), "mtp", chains=chains)
 

@@ -9,9 +9,17 @@ from draftproof.engine.composition import VerifierTraits
 from draftproof.engine.parts import VerifierPart, number
 from draftproof.errors import UserError
 from draftproof.verifiers.base import Verifier
-from draftproof.verifiers.chain import block_verifier, gumbel_verifier, match_verifier, token_verifier
+from draftproof.verifiers.chain import (
+    block_verifier,
+    gumbel_verifier,
+    last_token_verifier,
+    match_verifier,
+    mentored_verifier,
+    mixture_verifier,
+    token_verifier,
+    typical_verifier,
+)
 from draftproof.verifiers.greedy import GreedyBlockVerifier
-from draftproof.verifiers.lossy import last_token_verifier, mentored_verifier, mixture_verifier, typical_verifier
 from draftproof.verifiers.trie import (
     multi_path_verifier,
     multi_round_verifier,

@@ -55,11 +55,7 @@ def residual_weights(
 ) -> Float[Tensor, "B V"]:
     """Residual weights max(scale p - q, 0) of each row; p where all of them are 0 (0/0 in exact arithmetic).
 
-    Args:
-        p: rows of the target.
-        q: rows of the draft, or None for point masses on `drafted`.
-        drafted: the token drawn from q.
-        scale: 1 for token verification, P_tau for block verification.
+    q = None stands for point masses on `drafted`; `scale` is 1 for token verification, P_tau for block verification.
     """
     weights = p * scale.to(p.dtype).unsqueeze(-1)
     if q is None:

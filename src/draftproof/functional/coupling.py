@@ -34,29 +34,22 @@ class Selection(NamedTuple):
 
 
 class KSeqPlan(NamedTuple):
-    """K-SEQ on rows: its division factor and the probabilities that follow from it.
+    """K-SEQ on rows: its division factor g and the probabilities that follow from it.
 
-    Attributes:
-        gamma: the division factor g.
-        accept: Pr(one of the k draws is accepted) = 1 - (1 - beta)^k, with beta = sum_x min(q, a p / g).
-        share: accept / beta; min(q, a p / g) times `share` is the probability that a draw is accepted and is x.
+    Pr(one of the k draws is accepted) = 1 - (1 - beta)^k, with beta = sum_x min(q, a p / g), and min(q, a p / g) times
+    accept / beta is the probability that a draw is accepted and is x.
     """
 
     gamma: Float[Tensor, " R"]
     accept: Float[Tensor, " R"]
-    share: Float[Tensor, " R"]
+    share: Float[Tensor, " R"]  # accept / beta
 
 
 class RoundsPlan(NamedTuple):
-    """Recursive rejection on rows.
+    """Recursive rejection on rows."""
 
-    Attributes:
-        accept: acceptance probability of each draw, given that the draws before it were rejected.
-        left: the residual of a p after all draws were rejected, a sub-distribution.
-    """
-
-    accept: Float[Tensor, "R D"]
-    left: Float[Tensor, "R V"]
+    accept: Float[Tensor, "R D"]  # acceptance probability of each draw, given that the draws before it were rejected
+    left: Float[Tensor, "R V"]  # the residual of a p after all draws were rejected, a sub-distribution
 
 
 @fused("coupling")

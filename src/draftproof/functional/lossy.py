@@ -1,6 +1,6 @@
 """Lossy rules: they accept more than a lossless rule may. Each docstring states the output distribution that is known.
 
-Callers mark these rules as lossy: `draftproof.verifiers.lossy` does so for the engine.
+Callers mark these rules as lossy: `draftproof.verifiers.chain` does so for the engine.
 """
 
 from __future__ import annotations

@@ -56,15 +56,10 @@ class NodeVerdict(NamedTuple):
 
 
 class Level(NamedTuple):
-    """The slots of one depth that have draws.
+    """The slots of one depth that have draws; those with a single draw come first."""
 
-    Attributes:
-        rows: their flat ids (row of the batch * slots + slot); slots with a single draw come first.
-        single: number of slots with a single draw.
-    """
-
-    rows: Int[Tensor, " rows"]
-    single: int
+    rows: Int[Tensor, " rows"]  # their flat ids (row of the batch * slots + slot)
+    single: int  # number of slots with a single draw
 
 
 @dataclass(frozen=True, eq=False)

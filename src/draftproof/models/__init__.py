@@ -193,23 +193,11 @@ def hub_is_offline() -> bool:
     return value.upper() in _TRUE
 
 
-def pull(
-    name: str,
-    *,
-    offline: bool | None = None,
-    report: Report = _log.info,
-    progress: Progress = _ignore,
-) -> Path:
+def pull(name: str, *, offline: bool | None = None, report: Report = _log.info, progress: Progress = _ignore) -> Path:
     """Fetch the registered model `name`, unless it is there; returns its directory, or its file if it is kept as one.
 
     The directory appears whole or not at all; `provenance.json` in it says where the weights come from. Where another
     process pulls the same model, this waits for it and downloads nothing.
-
-    Args:
-        name: of REGISTRY.
-        offline: as for `obtain`.
-        report: as for `obtain`.
-        progress: as for `obtain`.
 
     Raises:
         UserError: an unknown name, a download that is forbidden or failed, no gguf support, or a file with another

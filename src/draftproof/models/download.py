@@ -36,26 +36,19 @@ class Packaged:
     float32, because rounding the dequantised values to bfloat16 moves them: 79% of SmolLM2's change, by up to 0.39% (on
     1024 tokens of WikiText that keeps 99.7% of the mass of each distribution, and 99.4% of the top-1 tokens). Load with
     dtype bfloat16 where speed is worth that.
-
-    Attributes:
-        package, release: name and version of the package.
-        download: its size in MB.
-        member, sha256: the GGUF file inside it, and the checksum of that file.
-        licence: of the weights.
-        megabytes: size on disk, after the conversion where there is one.
-        about: one line for the list of models.
-        converted: whether it is converted; else it is decoded in the file's own few bits.
     """
 
+    # package, release: name and version of the package
     package: str
     release: str
-    download: int
+    download: int  # its size in MB
+    # member, sha256: the GGUF file inside it, and the checksum of that file
     member: str
     sha256: str
-    licence: str
-    megabytes: int
-    about: str
-    converted: bool = True
+    licence: str  # of the weights
+    megabytes: int  # size on disk, after the conversion where there is one
+    about: str  # one line for the list of models
+    converted: bool = True  # whether it is converted; else it is decoded in the file's own few bits
 
     @property
     def file(self) -> str:
@@ -64,11 +57,7 @@ class Packaged:
 
 
 def refuse_without_gguf(entry: Packaged) -> None:
-    """Refuse to go on where a package that reads GGUF files, or by which transformers converts them, is missing.
-
-    Raises:
-        UserError: naming the package and the command that installs it.
-    """
+    """Refuse to go on where a package that reads GGUF files, or by which transformers converts them, is missing."""
     does = "converting" if entry.converted else "reading"
     for module in ("gguf", "accelerate") if entry.converted else ("gguf",):
         if find_spec(module) is None:
@@ -76,11 +65,7 @@ def refuse_without_gguf(entry: Packaged) -> None:
 
 
 def fetch(entry: Packaged, out: Path, report: Report, progress: Progress) -> None:
-    """Download the package, take out the GGUF file, check it and write it or its model into the directory `out`.
-
-    Raises:
-        UserError: a failed download, or a file with another checksum.
-    """
+    """Download the package, take out the GGUF file, check it and write it or its model into the directory `out`."""
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.download.") as folder:
         source = "the package index of pip (PyPI, if nothing else is configured)"
         report(f"downloading {entry.package} {entry.release}, {entry.download} MB, from {source}")

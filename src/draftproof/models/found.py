@@ -103,7 +103,6 @@ def _choose(files: Iterable[str], kind: str) -> str | None:
 
 
 def _with_parts(first: str, files: Iterable[str]) -> list[str]:
-    """A file and its further parts."""
     stem = first.removesuffix(".gguf")
     found = _FIRST_PART.search(stem)
     if found is None:

@@ -89,14 +89,7 @@ class TensorEntry:
 
 
 class GGUFFile:
-    """The metadata and the tensors of a GGUF file, by key and name; of a model in several files of all of them.
-
-    Args:
-        path: the file; of a model in several files the first one.
-
-    Raises:
-        UserError: there is none, it is damaged, or a part of it is missing.
-    """
+    """The metadata and the tensors of a GGUF file, by key and name; of a model in several files of all of them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -150,7 +143,6 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _parts(path: Path) -> list[Path]:
-    """All files of a model."""
     found = _PART.fullmatch(path.name)
     if found is None:
         return [path]

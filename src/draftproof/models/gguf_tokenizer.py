@@ -43,11 +43,7 @@ class FileTokenizer:
 
 
 def read_file_tokenizer(file: GGUFFile) -> FileTokenizer | None:
-    """The tokenizer of a file; None where it is of a kind that is not read here.
-
-    Args:
-        file: opened.
-    """
+    """The tokenizer of a file; None where it is of a kind that is not read here."""
     kinds = {BYTE_LEVEL: _byte_level, _SCORED: _scored, _MERGED: _merged}
     make = kinds.get(file.get("tokenizer.ggml.model"))
     if make is None:

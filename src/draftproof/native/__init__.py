@@ -11,19 +11,8 @@ if TYPE_CHECKING:
     from draftproof.native.dispatch import VARIABLE, levels, operations_for
     from draftproof.native.rows import block_plan, bonus_weights, draw, greedy, legal, race, softmax, spread
 
-_HOMES = {
-    "VARIABLE": "dispatch",
-    "block_plan": "rows",
-    "bonus_weights": "rows",
-    "draw": "rows",
-    "greedy": "rows",
-    "legal": "rows",
-    "levels": "dispatch",
-    "operations_for": "dispatch",
-    "race": "rows",
-    "softmax": "rows",
-    "spread": "rows",
-}
+_HOMES = dict.fromkeys(("VARIABLE", "levels", "operations_for"), "dispatch")
+_HOMES |= dict.fromkeys(("block_plan", "bonus_weights", "draw", "greedy", "legal", "race", "softmax", "spread"), "rows")
 
 __all__ = [
     "VARIABLE",

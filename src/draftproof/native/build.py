@@ -43,19 +43,12 @@ class UnavailableError(UserError):
 
 @dataclass(frozen=True)
 class Level:
-    """A kind of processor that the library is built for.
+    """A kind of processor that the library is built for."""
 
-    Attributes:
-        name: that of the x86-64 psABI, where there is one; with Arm, instructions that products are made of.
-        needs: flags that the processor must have, or its vendor.
-        flags: for the compiler.
-        machine: as in `platform.machine` on Linux; None for any.
-    """
-
-    name: str
-    needs: frozenset[str]
-    flags: tuple[str, ...]
-    machine: str | None = "x86_64"
+    name: str  # that of the x86-64 psABI, where there is one; with Arm, instructions that products are made of
+    needs: frozenset[str]  # flags that the processor must have, or its vendor
+    flags: tuple[str, ...]  # for the compiler
+    machine: str | None = "x86_64"  # as in `platform.machine` on Linux; None for any
 
 
 _LINUX_FLAGS = {  # of compilers' names of instructions, where they are not the same
@@ -153,11 +146,7 @@ def choose(name: str | None = None) -> list[Level]:
 
 
 def level_named(name: str) -> Level:
-    """The level with a name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The level with a name."""
     found = next((level for level in LEVELS if level.name == name), None)
     if found is None:
         raise UserError(f"expected a level of {', '.join(level.name for level in LEVELS)}, got {name!r}")
@@ -184,12 +173,7 @@ def _tiles_allowed() -> bool:
 
 
 def load_best(levels: list[Level]) -> tuple[Level, ctypes.CDLL]:
-    """Load the first of some levels that can be loaded: an old compiler may know only the later ones.
-
-    Raises:
-        UnavailableError: none could, for want of a C compiler.
-        UserError: none could, with the reasons.
-    """
+    """Load the first of some levels that can be loaded: an old compiler may know only the later ones."""
     failures: list[UserError] = []
     for level in levels:
         try:
@@ -275,11 +259,7 @@ def _digest(level: Level) -> str:
 
 
 def build(level: Level) -> tuple[str, bytes]:
-    """Build a library: its name, which contains the hash of its content, and the content.
-
-    Raises:
-        UnavailableError, UserError: as `compile_library`.
-    """
+    """Build a library: its name, which contains the hash of its content, and the content."""
     with tempfile.TemporaryDirectory(prefix="draftproof-") as passing:
         built = Path(passing) / "library.so"
         compile_library(built, level)
@@ -291,12 +271,6 @@ def compile_library(
     out: Path, level: Level, *, extra: tuple[str, ...] = (), compilers: Sequence[list[str]] | None = None
 ) -> None:
     """Compile the library of a level with the first C compiler that can.
-
-    Args:
-        out: the file to write.
-        level: of the processors that it is for.
-        extra: further flags for the compiler.
-        compilers: commands to try; None for those of this machine.
 
     Raises:
         UnavailableError: no C compiler was found.

@@ -85,9 +85,6 @@ def _require_agreement(made: Operations) -> None:
     """Compare operations with known results: sums up to rounding, the rest exactly.
 
     Whole layers are compared with those of transformers when a model is loaded (`backends.hf.probe`).
-
-    Raises:
-        UserError: naming what differs.
     """
     generator = torch.Generator().manual_seed(0)
     weight, bias = (torch.randn(size, generator=generator).to(made.dtype) for size in ((200, 334), (200,)))

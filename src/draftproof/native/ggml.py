@@ -24,23 +24,14 @@ BY_GROUP, BY_ROW, AS_FLOATS = INPUTS = ("a scale for each 32", "a scale for a ro
 
 @dataclass(frozen=True)
 class GGMLType:
-    """One of ggml's types of blocks.
-
-    Attributes:
-        name: as in ggml.
-        elements: numbers of a block in a file.
-        size: its bytes there.
-        piece: inputs of a piece in C's order; others are padded.
-        piece_size: bytes of the piece, for 16 outputs.
-        inputs: one of INPUTS.
-    """
+    """One of ggml's types of blocks."""
 
     name: str
-    elements: int
-    size: int
-    piece: int
-    piece_size: int
-    inputs: str = BY_GROUP
+    elements: int  # numbers of a block in a file
+    size: int  # its bytes there
+    piece: int  # inputs of a piece in C's order; others are padded
+    piece_size: int  # bytes of the piece, for 16 outputs
+    inputs: str = BY_GROUP  # one of INPUTS
 
 
 TYPES = {
@@ -87,25 +78,16 @@ LAYOUTS = {
 
 @dataclass(frozen=True, eq=False)
 class StoredMatrix:
-    """A matrix of few bits as a checkpoint stores it.
+    """A matrix of few bits as a checkpoint stores it."""
 
-    Attributes:
-        content: its bytes, in memory or in the map of a file.
-        outs: number of outputs.
-        ins: number of inputs.
-        type: a key of LAYOUTS.
-        dtype: of what products make.
-        rows: which stored row each output is; None where they are in order.
-        release: lets the pages of the file go that hold it, to be read again where they are needed; None where the
-            content is in memory only.
-    """
-
-    content: UInt8[Tensor, " bytes"]
+    content: UInt8[Tensor, " bytes"]  # its bytes, in memory or in the map of a file
     outs: int
     ins: int
     type: int
-    dtype: torch.dtype
-    rows: Int64[Tensor, " outs"] | None = None
+    dtype: torch.dtype  # of what products make
+    rows: Int64[Tensor, " outs"] | None = None  # which stored row each output is; None where they are in order
+    # lets the pages of the file go that hold it, to be read again where they are needed; None where the content is in
+    # memory only
     release: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
@@ -152,13 +134,7 @@ def repacked_shape(outs: int, ins: int, kind: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Neighbouring outputs of a weight, of one type.
-
-    Attributes:
-        blocks: in C's order.
-        outs: their number.
-        type: a key of LAYOUTS.
-    """
+    """Neighbouring outputs of a weight, of one type."""
 
     blocks: UInt8[Tensor, "blocks bytes"]
     outs: int
@@ -167,17 +143,12 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class GGMLWeight:
-    """A weight of few bits in the order in which C reads it.
+    """A weight of few bits in the order in which C reads it."""
 
-    Attributes:
-        segments: of outputs that follow one another; types may differ, and all but the last have multiples of 16.
-        ins: number of inputs.
-        matrices: how many of this form lie behind one another in the blocks of each segment.
-    """
-
+    # of outputs that follow one another; types may differ, and all but the last have multiples of 16
     segments: tuple[Segment, ...]
-    ins: int
-    matrices: int = 1
+    ins: int  # number of inputs
+    matrices: int = 1  # how many of this form lie behind one another in the blocks of each segment
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.segments) <= GGML_SEGMENTS or any(each.outs % LANES for each in self.segments[:-1]):
@@ -224,9 +195,7 @@ class GGMLWeight:
     def joined(cls, parts: Sequence[GGMLWeight], matrices: int = 1) -> GGMLWeight:
         """Several weights with the same inputs as one, or as several of one form; `why_not_joined` must be None.
 
-        Args:
-            parts: the weights.
-            matrices: how many matrices each part holds, behind one another.
+        Each part holds so many `matrices` behind one another.
         """
         segments = (replace(each, outs=each.outs // matrices) for part in parts for each in part.segments)
         return cls(tuple(segments), parts[0].ins, matrices)

@@ -34,6 +34,10 @@ NEIGHBOURS = 64  # entries of a row of logits whose maximum is taken together
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 
 
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 def _checked_groups(groups: Sequence[tuple[int, int, int]], matrices: int, rows: int) -> ctypes.Array[ctypes.c_int64]:
     for matrix, first, count in groups:
         if not (0 <= matrix < matrices and first >= 0 and count >= 0 and first + count <= rows):
@@ -42,11 +46,7 @@ def _checked_groups(groups: Sequence[tuple[int, int, int]], matrices: int, rows:
 
 
 def _require_same_layouts(sizes: Any) -> None:
-    """Check that C knows every layout, and by the same sizes: it writes repacked matrices into memory made here.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Check that C knows every layout, and by the same sizes: it writes repacked matrices into memory made here."""
     for kind, layout in LAYOUTS.items():
         found = (ctypes.c_int64 * 5)()
         expected = layout.elements, layout.size, layout.piece, layout.piece_size, INPUTS.index(layout.inputs)
@@ -55,13 +55,7 @@ def _require_same_layouts(sizes: Any) -> None:
 
 
 class Operations:
-    """The functions of the library for rows of one type.
-
-    Args:
-        library: the loaded library.
-        dtype: of the rows.
-        level: the level of processors that the library was built for.
-    """
+    """The functions of the library for rows of one type."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, level: str) -> None:
         self.dtype = dtype
@@ -127,19 +121,15 @@ class Operations:
         bias: Float[Tensor, " out"] | None = None,
         onto: Float[Tensor, "*rows out"] | None = None,
     ) -> Float[Tensor, "*rows out"]:
-        """x W^T + b, summed in float32 and rounded once; if `onto` is given, added to it and rounded again.
-
-        Raises:
-            ValueError: an argument of another type, device or shape.
-        """
+        """x W^T + b, summed in float32 and rounded once; if `onto` is given, added to it and rounded again."""
         ins, outs = weight.ins, weight.outs
-        require("weight", weight.blocks, self.dtype, Interleaved.shape(outs, weight.ins, self._unit))
-        x, y, tensors = self._rows(x, weight, bias, onto)
-        self._product(*tensors, x.numel() // ins, outs, ins, torch.get_num_threads())
+        require("weight", weight.blocks, self.dtype, Interleaved.shape(outs, ins, self._unit))
+        x, y, addresses = self._rows(x, weight, bias, onto)
+        self._product(*addresses, x.numel() // ins, outs, ins, torch.get_num_threads())
         return y
 
     def _rows(
-        self, x: Tensor, weight: Interleaved | Quantized, bias: Tensor | None, onto: Tensor | None
+        self, x: Tensor, weight: Interleaved | Quantized | GGMLWeight, bias: Tensor | None, onto: Tensor | None
     ) -> tuple[Tensor, Tensor, tuple[int | None, ...]]:
         """The checked rows of a product, new memory for its outputs, and the addresses of all of them for C."""
         x, outs = x.contiguous(), weight.outs
@@ -149,8 +139,7 @@ class Operations:
         y = x.new_empty((*x.shape[:-1], outs))
         if onto is not None:
             require("onto", onto, self.dtype, y.shape)
-        addresses = [None if each is None else each.data_ptr() for each in (x, weight.blocks, bias, onto, y)]
-        return x, y, tuple(addresses)
+        return x, y, (x.data_ptr(), weight.arguments[0], _address(bias), _address(onto), y.data_ptr())
 
     def rows_product(
         self,
@@ -161,16 +150,9 @@ class Operations:
     ) -> Float[Tensor, "*rows out"]:
         """x W^T + b with weights as torch keeps them, for few rows; summed in float32 and rounded once.
 
-        Args:
-            x: of the weight's type.
-            weight: one matrix, or several; outputs or inputs are neighbours in memory (a transposed view has the
-                latter).
-            bias: of each matrix.
-            groups: the number of a matrix, the first row that it multiplies, and the number of rows; by default the
-                only matrix multiplies all of them. Rows of no group have undefined outputs.
-
-        Raises:
-            ValueError: an argument of another type, device or shape, or a group out of range.
+        Of one matrix or several, outputs or inputs are neighbours in memory (a transposed view has the latter). A group
+        is the number of a matrix, the first row that it multiplies, and the number of rows; by default the only matrix
+        multiplies all of them. Rows of no group have undefined outputs.
         """
         x, (outs, ins) = x.contiguous(), weight.shape[-2:]
         matrices, rows = (weight.shape[0] if weight.dim() == 3 else 1), x.numel() // max(ins, 1)
@@ -192,9 +174,9 @@ class Operations:
         self._rows_product(
             x.data_ptr(),
             weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
+            _address(bias),
             y.data_ptr(),
-            None if sums is None else sums.data_ptr(),
+            _address(sums),
             given,
             len(chosen),
             outs,
@@ -208,14 +190,7 @@ class Operations:
     def quantize(self, weight: Interleaved, bits: int, group: int, inputs: MeasuredInputs | None = None) -> Quantized:
         """Quantize a weight: in each group the best of several ranges, by squared error.
 
-        Args:
-            weight: of the rows' type.
-            bits: of STORED_BITS.
-            group: of GROUPS.
-            inputs: what is known of them; by default the errors of all weights count alike.
-
-        Raises:
-            ValueError: a weight of another type, bits or a group that are not supported, or inputs of another number.
+        By default the errors of all weights count alike.
         """
         require_quantizable(bits, group)
         ins = weight.ins
@@ -242,19 +217,15 @@ class Operations:
         bias: Float[Tensor, " out"] | None = None,
         onto: Float[Tensor, "*rows out"] | None = None,
     ) -> Float[Tensor, "*rows out"]:
-        """`product` with a quantized weight; inputs are quantized to 8 bits, with a scale for each group of a row.
-
-        Raises:
-            ValueError: an argument of another type, device or shape.
-        """
+        """`product` with a quantized weight; inputs are quantized to 8 bits, with a scale for each group of a row."""
         ins, outs, bits, group = weight.ins, weight.outs, weight.bits, weight.group
         require_quantizable(bits, group)
         require("weight", weight.blocks, torch.uint8, Quantized.shape(outs, ins, bits, group))
-        x, y, tensors = self._rows(x, weight, bias, onto)
+        x, y, addresses = self._rows(x, weight, bias, onto)
         rows = x.numel() // ins
         memory = torch.empty(quantized_inputs_size(rows, ins), dtype=torch.uint8)
         sizes = rows, outs, ins, bits, group
-        self._quantized_product(*tensors, *sizes, memory.data_ptr(), torch.get_num_threads())
+        self._quantized_product(*addresses, *sizes, memory.data_ptr(), torch.get_num_threads())
         return y
 
     def quantized_rows_product(
@@ -264,11 +235,7 @@ class Operations:
         bias: Float[Tensor, "matrices out"] | None,
         groups: Sequence[tuple[int, int, int]],
     ) -> Float[Tensor, "rows out"]:
-        """`rows_product` with several quantized weights.
-
-        Raises:
-            ValueError: an argument of another type, device or shape, or a group out of range.
-        """
+        """`rows_product` with several quantized weights."""
         x, ins, outs, bits, group = x.contiguous(), weight.ins, weight.outs, weight.bits, weight.group
         require_quantizable(bits, group)
         matrices = len(weight.blocks)
@@ -280,16 +247,12 @@ class Operations:
         y = x.new_empty((len(x), outs))
         memory = torch.empty(quantized_inputs_size(len(x), ins), dtype=torch.uint8)
         sizes = len(groups), outs, ins, bits, group, weight.blocks.stride(0)
-        addresses = x.data_ptr(), weight.blocks.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
+        addresses = x.data_ptr(), weight.blocks.data_ptr(), _address(bias), y.data_ptr()
         self._quantized_rows_product(*addresses, given, *sizes, memory.data_ptr(), torch.get_num_threads())
         return y
 
     def mixture(self, x: Float[Tensor, "tokens size"], given: MixtureArguments) -> Float[Tensor, "tokens size"]:
-        """What a mixture of experts makes of rows.
-
-        Raises:
-            ValueError: rows of another type, device or size.
-        """
+        """What a mixture of experts makes of rows."""
         x, tokens = x.contiguous(), len(x)
         require("x", x, self.dtype, (tokens, given.size))
         y, work = torch.empty_like(x), torch.empty(given.work(tokens), dtype=self.dtype)
@@ -304,39 +267,22 @@ class Operations:
         bias: Float[Tensor, " out"] | None = None,
         onto: Float[Tensor, "*rows out"] | None = None,
     ) -> Float[Tensor, "*rows out"]:
-        """`product` with a weight of few bits, whose layouts say how inputs are rounded (`ggml.INPUTS`).
-
-        Raises:
-            ValueError: an argument of another type, device or shape.
-        """
-        x, (outs, ins) = x.contiguous(), (weight.outs, weight.ins)
-        require("x", x, self.dtype, (*x.shape[:-1], ins))
-        if bias is not None:
-            require("bias", bias, self.dtype, (outs,))
-        y = x.new_empty((*x.shape[:-1], outs))
-        if onto is not None:
-            require("onto", onto, self.dtype, y.shape)
-        rows = x.numel() // ins
-        memory = torch.empty(ggml_inputs_size(rows, ins), dtype=torch.uint8)
-        bias_at, onto_at = (None if each is None else each.data_ptr() for each in (bias, onto))
-        addresses = x.data_ptr(), weight.arguments[0], bias_at, onto_at, y.data_ptr()
-        self._ggml_product(*addresses, rows, outs, ins, memory.data_ptr(), torch.get_num_threads())
+        """`product` with a weight of few bits, whose layouts say how inputs are rounded (`ggml.INPUTS`)."""
+        x, y, addresses = self._rows(x, weight, bias, onto)
+        rows = x.numel() // weight.ins
+        memory = torch.empty(ggml_inputs_size(rows, weight.ins), dtype=torch.uint8)
+        self._ggml_product(*addresses, rows, weight.outs, weight.ins, memory.data_ptr(), torch.get_num_threads())
         return y
 
     def ggml_repacked(self, matrix: StoredMatrix) -> GGMLWeight:
         """A stored matrix in the order in which `ggml_product` reads it."""
         blocks = torch.empty(repacked_shape(matrix.outs, matrix.ins, matrix.type), dtype=torch.uint8)
-        rows = None if matrix.rows is None else matrix.rows.data_ptr()
-        sizes = matrix.outs, matrix.ins, matrix.type
-        self._ggml_repack(matrix.content.data_ptr(), rows, blocks.data_ptr(), *sizes, torch.get_num_threads())
+        addresses = matrix.content.data_ptr(), _address(matrix.rows), blocks.data_ptr()
+        self._ggml_repack(*addresses, matrix.outs, matrix.ins, matrix.type, torch.get_num_threads())
         return GGMLWeight((Segment(blocks, matrix.outs, matrix.type),), matrix.ins)
 
     def ggml_rows(self, matrix: StoredMatrix, ids: Int[Tensor, "*some"]) -> Float[Tensor, "*some in"]:
-        """Rows of a stored matrix, in this type.
-
-        Raises:
-            ValueError: a row that is not there.
-        """
+        """Rows of a stored matrix, in this type."""
         ids = ids.to(torch.int64).contiguous()
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < matrix.outs:
             raise ValueError(f"rows {ids.flatten().tolist()[:3]}... are not all of 0 to {matrix.outs - 1}")
@@ -356,26 +302,14 @@ class Operations:
         *,
         count: int,
     ) -> None:
-        """Replace the largest entries of each row of logits by those of x W^T + b.
+        """Replace the largest entries of each row of logits by those of x W^T + b; the weight is plain or in C's order.
 
-        Args:
-            logits: contiguous; overwritten at the places of its largest entries. NaN stays.
-            x: the inputs that the logits are for.
-            weight: plain, or in C's order.
-            bias: added to each row.
-            count: of the entries of a row, at most as many as there are.
-
-        Raises:
-            ValueError: an argument of another type, device or shape.
+        Logits are contiguous; NaN stays. `count` entries of a row are replaced, at most as many as there are.
         """
         x, (outs, ins) = x.contiguous(), (logits.shape[-1], x.shape[-1])
         blocked = isinstance(weight, Interleaved)
-        if isinstance(weight, Interleaved):
-            require("weight", weight.blocks, self.dtype, Interleaved.shape(outs, ins, self._unit))
-            address = weight.blocks.data_ptr()
-        else:
-            require("weight", weight, self.dtype, (outs, ins))
-            address = weight.data_ptr()
+        numbers = weight.blocks if isinstance(weight, Interleaved) else weight
+        require("weight", numbers, self.dtype, Interleaved.shape(outs, ins, self._unit) if blocked else (outs, ins))
         require("x", x, self.dtype, (*logits.shape[:-1], ins))
         require("logits", logits, self.dtype)
         if bias is not None:
@@ -386,18 +320,14 @@ class Operations:
         places = torch.empty(rows * count, dtype=torch.int64)
         size = 2 * -(-outs // NEIGHBOURS) + 3 * count * NEIGHBOURS
         memory = torch.empty(threads * size, dtype=torch.float32)
-        addresses = x.data_ptr(), address, None if bias is None else bias.data_ptr(), logits.data_ptr()
+        addresses = x.data_ptr(), numbers.data_ptr(), _address(bias), logits.data_ptr()
         sizes = rows, outs, ins, count, int(blocked), size
         self._rescore(*addresses, places.data_ptr(), memory.data_ptr(), *sizes, threads)
 
     def norm(
         self, x: Float[Tensor, "*rows dim"], scaled: Float32[Tensor, " dim"], least: float
     ) -> Float[Tensor, "*rows dim"]:
-        """x scaled / sqrt(sum x^2 + least) of each row.
-
-        Raises:
-            ValueError: an argument of another type, device or shape.
-        """
+        """x scaled / sqrt(sum x^2 + least) of each row."""
         x, dim = x.contiguous(), x.shape[-1]
         require("x", x, self.dtype)
         require("scaled", scaled, torch.float32, (dim,))
@@ -407,11 +337,7 @@ class Operations:
         return y
 
     def gated(self, x: Float[Tensor, "*rows both"], activation: str = "silu") -> Float[Tensor, "*rows dim"]:
-        """act(gate) up, where each row holds gate and up; the activation is one of ACTIVATIONS.
-
-        Raises:
-            ValueError: rows of another type or device, or of an odd width.
-        """
+        """act(gate) up, where each row holds gate and up; the activation is one of ACTIVATIONS."""
         x, dim = x.contiguous(), x.shape[-1] // 2
         require("x", x, self.dtype, (*x.shape[:-1], 2 * dim))
         y = x.new_empty((*x.shape[:-1], dim))
@@ -441,9 +367,6 @@ class Operations:
                 replaced, as in a state space (arXiv 2405.21060, equation 1).
             state: to begin with; zeros by default. It is not changed.
             unit: queries and keys are first brought to length one.
-
-        Raises:
-            ValueError: an argument of another type, device or shape, or keys wider than MOST_STATE.
         """
         (rows, tokens, key_heads, dim), (heads, size) = keys.shape, values.shape[2:]
         if not 1 <= dim <= MOST_STATE or not key_heads or heads % key_heads:
@@ -466,8 +389,7 @@ class Operations:
         out, end = torch.empty_like(values), values.new_empty((rows, heads, dim, size))
         given = (queries, keys, values, decays, betas, state, end, out)
         sizes = (rows, tokens, key_heads, heads, dim, size, dim if by_channel else 1, int(unit))
-        addresses = [None if each is None else each.data_ptr() for each in given]
-        self._delta_rule(*addresses, *sizes, torch.get_num_threads())
+        self._delta_rule(*map(_address, given), *sizes, torch.get_num_threads())
         return out, end
 
     def attend(
@@ -480,15 +402,8 @@ class Operations:
     ) -> Float[Tensor, "tokens inner"]:
         """Rotate queries and keys, write keys and values to the cache, and attend; outputs of padding are zeros.
 
-        Args:
-            fused: queries, keys and values of every token; contiguous, overwritten.
-            given: the other arguments.
-            keys: the layer's buffer, of the shape that `given` was made with; int8 where there are scales.
-            values: likewise.
-            scales: of 8-bit keys, and behind them of values.
-
-        Raises:
-            ValueError: an argument of another type, device or shape.
+        Queries, keys and values of every token are contiguous, and overwritten. The layer's buffers have the shape that
+        `given` was made with; with 8 bits where there are scales, those of keys and behind them those of values.
         """
         tokens, heads = given.tokens, given.heads + 2 * given.key_heads
         require("fused", fused, self.dtype, (tokens, heads, given.dim))
@@ -498,7 +413,7 @@ class Operations:
         given.out = out.data_ptr()
         given.keys = keys.data_ptr()
         given.values = values.data_ptr()
-        given.scales = None if scales is None else scales.data_ptr()
+        given.scales = _address(scales)
         self._attend(ctypes.addressof(given), torch.get_num_threads())
         return out
 
@@ -522,19 +437,11 @@ class Operations:
         sequences: Sequences | None = None,
         first: int = 0,
     ) -> None:
-        """Run decoder layers one after another.
+        """Run decoder layers one after another; x is overwritten by the last layer's output.
 
-        Args:
-            stack: the layers.
-            x: hidden states; contiguous, overwritten by the last layer's.
-            given: the arguments of attention.
-            buffers: addresses of each layer's keys, of its values, and of its scales.
-            work: working memory; `LayerStack.work` returns its size.
-            sequences: of the pass, for layers with recurrent states.
-            first: number of the first layer in the model.
-
-        Raises:
-            ValueError: an argument of another type, device or shape.
+        Buffers are addresses of each layer's keys, of its values, and of its scales; `LayerStack.work` returns the size of
+        working memory. `sequences` are those of the pass, for layers with recurrent states, and `first` is the number of
+        the first layer in the model.
         """
         require("x", x, self.dtype, (given.tokens, stack.size))
         require("work", work, self.dtype)
@@ -557,35 +464,23 @@ class Operations:
     # --- rows of scores and of probabilities ------------------------------------------------------------------------
 
     def softmax(self, x: Float32[Tensor, "*rows dim"]) -> Float32[Tensor, "*rows dim"]:
-        """Softmax of each row, in new memory.
-
-        Raises:
-            ValueError: rows of another type or device.
-        """
-        x = x.contiguous()
-        require("x", x, torch.float32)
-        y, dim = torch.empty_like(x), x.shape[-1]
-        self._softmax(x.data_ptr(), y.data_ptr(), x.numel() // max(dim, 1), dim, torch.get_num_threads())
-        return y
+        """Softmax of each row, in new memory."""
+        return self._by_row(self._softmax, x)
 
     def greedy(self, x: Float32[Tensor, "*rows dim"]) -> Float32[Tensor, "*rows dim"]:
-        """1 at the first largest entry of each row, 0 elsewhere, in new memory.
+        """1 at the first largest entry of each row, 0 elsewhere, in new memory."""
+        return self._by_row(self._greedy, x)
 
-        Raises:
-            ValueError: rows of another type or device.
-        """
+    @staticmethod
+    def _by_row(function: Any, x: Tensor) -> Tensor:
         x = x.contiguous()
         require("x", x, torch.float32)
         y, dim = torch.empty_like(x), x.shape[-1]
-        self._greedy(x.data_ptr(), y.data_ptr(), x.numel() // max(dim, 1), dim, torch.get_num_threads())
+        function(x.data_ptr(), y.data_ptr(), x.numel() // max(dim, 1), dim, torch.get_num_threads())
         return y
 
     def legal(self, x: Float[Tensor, "*rows dim"]) -> bool:
-        """Whether no entry is NaN or +inf, and no row all -inf.
-
-        Raises:
-            ValueError: rows of another type or device.
-        """
+        """Whether no entry is NaN or +inf, and no row all -inf."""
         x, dim = x.contiguous(), x.shape[-1]
         require("x", x, self.dtype)
         return bool(self._legal(x.data_ptr(), x.numel() // max(dim, 1), dim))
@@ -593,11 +488,7 @@ class Operations:
     def spread(
         self, x: Float32[Tensor, "rows width"], ids: Int[Tensor, " width"], dim: int
     ) -> Float32[Tensor, "rows dim"]:
-        """Rows of width `dim` with x at the columns `ids`, which all differ, and zeros elsewhere.
-
-        Raises:
-            ValueError: an argument of another type, device or shape, or a column out of range.
-        """
+        """Rows of width `dim` with x at the columns `ids`, which all differ, and zeros elsewhere."""
         x, (rows, width) = x.contiguous(), x.shape
         require("x", x, torch.float32)
         ids = ids.to(torch.int64).contiguous()
@@ -616,9 +507,6 @@ class Operations:
     ) -> tuple[Float64[Tensor, "B n"], Float64[Tensor, "B n"]]:
         """P_i and h_i of block verification; see `functional.chain.block_acceptance`.
 
-        Raises:
-            ValueError: an argument of another type, device or shape, or lengths or tokens out of range.
-
         Source: Block Verification, arXiv 2403.10444, Algorithm 2.
         """
         (batch, places), (_, more, vocab) = tokens.shape, p.shape
@@ -630,7 +518,7 @@ class Operations:
         if q is not None:
             require("q", q, torch.float32, (batch, places, vocab))
         running, h = (torch.empty(tokens.shape, dtype=torch.float64) for _ in range(2))
-        given = tokens.data_ptr(), None if q is None else q.data_ptr(), p.data_ptr(), lengths.data_ptr()
+        given = tokens.data_ptr(), _address(q), p.data_ptr(), lengths.data_ptr()
         if not self._block(*given, running.data_ptr(), h.data_ptr(), batch, places, more, vocab):
             raise ValueError(f"lengths {lengths.tolist()} of {places}, or drafted tokens outside 0 to {vocab - 1}")
         return running, h
@@ -643,31 +531,15 @@ class Operations:
         scale: float,
         out: Float32[Tensor, " V"],
     ) -> None:
-        """Write max(scale p - q, 0) to `out`, or p if that is 0 everywhere.
-
-        Args:
-            p: the target's row.
-            q: the draft's row; None is a point mass on `drafted`.
-            drafted: the drafted token.
-            scale: factor of p.
-            out: the row to write.
-
-        Raises:
-            ValueError: an argument of another type, device or shape.
-        """
+        """Write max(scale p - q, 0) to `out`, or p if that is 0 everywhere."""
         require("p", p, torch.float32)
         require("out", out, torch.float32, p.shape)
         if q is not None:
             require("q", q, torch.float32, p.shape)
-        given = None if q is None else q.data_ptr()
-        self._residual(p.data_ptr(), given, drafted, scale, out.data_ptr(), p.shape[-1])
+        self._residual(p.data_ptr(), _address(q), drafted, scale, out.data_ptr(), p.shape[-1])
 
     def inverse_cdf(self, weights: Float32[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
-        """The first index of each row whose cumulative weight exceeds u times the total; see `rng.inverse_cdf`.
-
-        Raises:
-            ValueError: an argument of another type, device or shape.
-        """
+        """The first index of each row whose cumulative weight exceeds u times the total; see `rng.inverse_cdf`."""
         weights, goals = weights.contiguous(), u.to(torch.float64).contiguous()
         require("weights", weights, torch.float32)
         require("u", goals, torch.float64, weights.shape[:-1])
@@ -679,11 +551,7 @@ class Operations:
         return found
 
     def race(self, weights: Float32[Tensor, "*rows vocab"], keys: Int64[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
-        """The index of each row that is first in an exponential race; see `noise.first_arrival`.
-
-        Raises:
-            ValueError: an argument of another type, device or shape.
-        """
+        """The index of each row that is first in an exponential race; see `noise.first_arrival`."""
         weights, keys = weights.contiguous(), keys.contiguous()
         require("weights", weights, torch.float32)
         require("keys", keys, torch.int64, weights.shape[:-1])

@@ -49,12 +49,7 @@ def draw(weights: Float[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]) -> In
 
 
 def race(weights: Float[Tensor, "*rows vocab"], keys: Sequence[int]) -> Int[Tensor, "*rows"] | None:
-    """The winner of an exponential race in each row; see `rng.first_arrival`.
-
-    Args:
-        weights: rows.
-        keys: a key of 64 bits for each row.
-    """
+    """The winner of an exponential race in each row, by a key of 64 bits each; see `rng.first_arrival`."""
     found = _operations(weights)
     if found is None:
         return None
@@ -78,11 +73,7 @@ def bonus_weights(
     lengths: Int[Tensor, " B"],
     scale: Float[Tensor, " B"],
 ) -> Float[Tensor, "B V"] | None:
-    """Weights of each row's bonus token; see `functional.chain.bonus_weights`.
-
-    Raises:
-        ValueError: p and q of different widths.
-    """
+    """Weights of each row's bonus token; see `functional.chain.bonus_weights`."""
     found = _operations(p)
     if found is None or not _alike(q, p):
         return None

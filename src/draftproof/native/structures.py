@@ -31,11 +31,6 @@ class PassMask:
         visible: for each token of each row, how many leading slots it may read; what a row has beyond its number of new
             tokens is padding.
         mask: added to the scores of these slots, for every token; None where `visible` is enough.
-
-    Attributes:
-        tokens: of all rows, with padding.
-        width: tokens of the longest row, with padding.
-        horizon: the most slots that a token may read.
     """
 
     def __init__(
@@ -48,9 +43,9 @@ class PassMask:
         flat = list(itertools.chain.from_iterable(visible))
         if len(places) != self.rows:
             raise ValueError(f"{len(places)} places for {self.rows} rows")
-        self.tokens = len(flat)
-        self.width = max(widths)
-        self.horizon = max(flat)
+        self.tokens = len(flat)  # of all rows, with padding
+        self.width = max(widths)  # tokens of the longest row, with padding
+        self.horizon = max(flat)  # the most slots that a token may read
         self.slots = 1 + max(slot for slot, _, _ in places)
         self.end = max(base + width for _, base, width in places)
         least = min(*flat, *itertools.chain.from_iterable(places))
@@ -109,14 +104,8 @@ class AttentionArguments(ctypes.Structure):
     ) -> AttentionArguments:
         """Make the structure from tensors.
 
-        Args:
-            cos: of each token, contiguous in the last dimension.
-            sin: the same, with the sign of `rotate_half` and cos's stride.
-            shape: of the buffers of keys and of values, [slots, key heads, capacity, dim].
-            mask: of this pass.
-            heads: query heads; neighbours share a key head.
-            scale: of scores.
-            cap: soft limit of scores (cap tanh(score / cap)); 0 for none.
+        Angles are contiguous in the last dimension, sines with the sign of `rotate_half`; `shape` is that of the
+        buffers of keys and of values, [slots, key heads, capacity, dim]; neighbouring query heads share a key head.
 
         Raises:
             ValueError: shapes that do not fit together; C would read past an end.

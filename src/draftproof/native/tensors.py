@@ -21,14 +21,7 @@ CPU = torch.device("cpu")
 def require(
     name: str, found: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None, *, packed: bool = True
 ) -> None:
-    """Check that C can read a tensor.
-
-    Args:
-        name: name of the argument, for the error.
-        found: the tensor.
-        dtype: the required type.
-        shape: the required shape; None for any.
-        packed: whether it must be contiguous.
+    """Check that C can read a tensor; None stands for any shape.
 
     Raises:
         ValueError: with the argument's name, what it is and what it must be.
@@ -43,25 +36,16 @@ def require(
 
 
 def require_quantizable(bits: int, group: int) -> None:
-    """Check that C has products of such a quantized weight.
-
-    Raises:
-        ValueError: other bits than STORED_BITS, or other groups than GROUPS.
-    """
+    """Check that C has products of such a quantized weight."""
     if bits not in STORED_BITS or group not in GROUPS:
         raise ValueError(f"expected bits of {STORED_BITS} in groups of {GROUPS}, got {bits} bits in groups of {group}")
 
 
 @dataclass(frozen=True, eq=False)
 class Interleaved:
-    """A weight in the order in which C reads it.
+    """A weight in the order in which C reads it."""
 
-    Attributes:
-        blocks: [outputs / 16, inputs / unit, 16, unit]; outputs and inputs are padded with zeros.
-        outs: number of outputs.
-        ins: number of inputs.
-    """
-
+    # [outputs / 16, inputs / unit, 16, unit]; outputs and inputs are padded with zeros
     blocks: Float[Tensor, "blocks units lanes unit"]
     outs: int
     ins: int
@@ -124,15 +108,10 @@ class Plain:
 
 @dataclass(frozen=True, eq=False)
 class MeasuredInputs:
-    """What is known of the inputs of a weight that is to be quantized, from rows that a model has read.
+    """What is known of the inputs of a weight that is to be quantized, from rows that a model has read."""
 
-    Attributes:
-        counts: how much the error of each input's weights counts, positive.
-        mean: of each input.
-    """
-
-    counts: Float32[Tensor, " ins"]
-    mean: Float32[Tensor, " ins"]
+    counts: Float32[Tensor, " ins"]  # how much the error of each input's weights counts, positive
+    mean: Float32[Tensor, " ins"]  # of each input
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,21 +120,15 @@ class Quantized:
 
     A weight is offset + scale * number. Each group of neighbouring inputs of an output has its own scale and offset:
     below 8 bits a byte each, in steps of the output's own, so that 4 bits in groups of 32 take 4.5.
-
-    Attributes:
-        blocks: [outputs / 16, bytes]; outputs and inputs are padded. With one dimension more, several weights.
-        outs: number of outputs.
-        ins: number of inputs.
-        bits: of a number, one of STORED_BITS.
-        group: inputs of a group.
-        lost: mean of what the outputs lack, where the mean of the inputs was known.
     """
 
+    # [outputs / 16, bytes]; outputs and inputs are padded. With one dimension more, several weights
     blocks: UInt8[Tensor, "*matrices blocks bytes"]
     outs: int
     ins: int
     bits: int
     group: int
+    # mean of what the outputs lack, where the mean of the inputs was known
     lost: Float32[Tensor, " outs"] | None = None
 
     @property

@@ -32,11 +32,7 @@ _SOFT = 1  # `omp_pause_soft`: give up threads, keep settings
 
 
 def kind() -> str:
-    """Whose threads are used: openmp or pool.
-
-    Raises:
-        UserError: an unknown value of DRAFTPROOF_THREADS, or one that torch cannot satisfy.
-    """
+    """Whose threads are used: openmp or pool."""
     value = os.environ.get(VARIABLE) or "auto"
     if value not in LEGAL:
         raise UserError(f"{VARIABLE}: expected one of {', '.join(LEGAL)}, got {value!r}")
@@ -46,11 +42,7 @@ def kind() -> str:
 
 
 def attach_threads(library: ctypes.CDLL) -> None:
-    """Make a library run on the chosen threads.
-
-    Raises:
-        UserError: as `kind`.
-    """
+    """Make a library run on the chosen threads."""
     library.draftproof_attach.argtypes = [ctypes.c_void_p] * len(_ENTRIES)
     if kind() == "openmp":
         library.draftproof_attach(*(ctypes.cast(openmp_function(name), ctypes.c_void_p) for name in _ENTRIES))

@@ -65,7 +65,7 @@ def weights_read(name: str, dtype: str) -> ReadWeights:
         tensors = GGUFFile(where).read_for_a_token
         count, nbytes = sum(math.prod(each.shape) for each in tensors), sum(each.nbytes for each in tensors)
         return ReadWeights(count, nbytes, LoadOptions(dtype=dtype).own_dtype(torch.float32) or torch.float32)
-    model = load_backend(name, dtype=dtype, check=False, backend="hf").model
+    model = load_backend(name, LoadOptions(dtype=dtype, check=False, backend="hf")).model
     output, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     read = [weights for weights in model.parameters() if weights is not embedding or embedding is output]
     return ReadWeights(sum(weights.numel() for weights in read), sum(weights.nbytes for weights in read), output.dtype)

@@ -62,7 +62,6 @@ class Auto(StopperBase):
     Args:
         costs: costs of a round, the same for all numbers of requests or for each of them; by default they are learned.
         limit: length of the longest chain.
-        name: the stopper's name.
         assumed: acceptance rates of a request before its first draft.
         catches_up: whether the draft model has a cache of its own, and must first read what others have drafted.
         most: drafted tokens of a round, over all its requests.

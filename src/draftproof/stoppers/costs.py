@@ -252,11 +252,7 @@ class PassCosts:
         return {str(size): list(line.fitted) for size, line in known.items()}
 
     def restore(self, found: dict[str, Any]) -> None:
-        """Begin with figures that `to_dict` gave in an earlier run.
-
-        Raises:
-            ValueError, TypeError: figures of another form.
-        """
+        """Begin with figures that `to_dict` gave in an earlier run."""
         for size, line in _kept_lines(found).items():
             self._lines.setdefault(size, self._made(*line, kept=TRIALS))
         self.version += 1
@@ -370,11 +366,7 @@ class LearnedCosts:
         }
 
     def restore(self, found: dict[str, Any]) -> None:
-        """Begin with figures that `to_dict` gave in an earlier run; what contradicts them outvotes them.
-
-        Raises:
-            ValueError, TypeError: figures of another form.
-        """
+        """Begin with figures that `to_dict` gave in an earlier run; what contradicts them outvotes them."""
         lines = _kept_lines(found["draft"])
         self.passes.restore(found["rest"])
         for size, line in lines.items():
@@ -390,11 +382,7 @@ def _of_more(slope: float, times: float) -> float:
 
 
 def _kept_lines(found: dict[str, Any]) -> dict[int, tuple[float, float]]:
-    """Start and slope by number of requests, as a file has them.
-
-    Raises:
-        ValueError, TypeError: figures of another form, or none that a cost can have.
-    """
+    """Start and slope by number of requests, as a file has them."""
     made = {int(size): (float(start), float(slope)) for size, (start, slope) in found.items()}
     for size, line in made.items():
         if size < 1 or not all(0 <= figure < math.inf for figure in line):

@@ -74,11 +74,7 @@ class SharedRates:
         return {str(kind): [found.first, found.later] for kind, found in known.items()}
 
     def restore(self, found: dict[str, Iterable[float]]) -> None:
-        """Begin with rates that `to_dict` gave in an earlier run.
-
-        Raises:
-            ValueError, TypeError: rates of another form.
-        """
+        """Begin with rates that `to_dict` gave in an earlier run."""
         self.version += 1
         for kind, (first, later) in found.items():
             if not (0 <= first <= 1 and 0 <= later <= 1):

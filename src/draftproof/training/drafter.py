@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from draftproof import models
 from draftproof.backends.loading.by_name import load_model, refuse_gguf
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.errors import UserError
 from draftproof.files import whole_directory
@@ -122,7 +123,9 @@ class DrafterRun:
         """The frozen model to imitate; None without one."""
         if self.job.imitation is None:
             return None
-        made = load_model(models.resolve(self.job.imitation.target), dtype="float32", device=str(self.device))
+        made = load_model(
+            models.resolve(self.job.imitation.target), LoadOptions(dtype="float32", device=str(self.device))
+        )
         return made.requires_grad_(requires_grad=False).eval()
 
     @property
@@ -135,7 +138,7 @@ class DrafterRun:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         if self.job.init is not None:
-            found = load_model(models.resolve(self.job.init), dtype="float32", device=str(self.device))
+            found = load_model(models.resolve(self.job.init), LoadOptions(dtype="float32", device=str(self.device)))
             if self.target is not None and found.config.vocab_size != self.vocabulary:
                 raise UserError(
                     f"the vocabulary of {self.job.init} has {found.config.vocab_size} tokens, that of its target "

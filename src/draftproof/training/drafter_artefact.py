@@ -14,6 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from draftproof.backends.loading.by_name import load_backend, load_model
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.files import whole_directory, write_json
 from draftproof.progress import Watch, silent
 from draftproof.provenance import FILE, fingerprint, model_name, provenance
@@ -59,8 +60,8 @@ def evaluate(run: DrafterRun, folder: Path) -> dict[str, Any]:
     """
     windows, size = run.held_out("test")
     found: dict[str, Any] = {"test_bytes": size}
-    options: dict[str, Any] = {"dtype": "float32", "device": str(run.device)}
-    draft = load_model(str(folder), **options).eval()
+    options = LoadOptions(dtype="float32", device=str(run.device))
+    draft = load_model(str(folder), options).eval()
     found["bits_per_byte"] = distil.bits_per_byte(draft, windows, size)
     if run.target is None or run.job.imitation is None:
         return found
@@ -68,7 +69,7 @@ def evaluate(run: DrafterRun, folder: Path) -> dict[str, Any]:
     found["on_text"] = distil.agreement(run.target, draft, windows)
     own = _own(run, windows)
     found["on_own_samples"] = distil.agreement(run.target, draft, own, skip=PROMPT)
-    target, drafts = (load_backend(name, **options) for name in (run.job.imitation.target, str(folder)))
+    target, drafts = (load_backend(name, options) for name in (run.job.imitation.target, str(folder)))
     trial = _trial(run, ModelPair(target, drafts, SamplingParams()))
     with run.watch("block efficiency", len(LENGTHS), 0) as tick:
         for number, length in enumerate(LENGTHS, 1):

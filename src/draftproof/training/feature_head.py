@@ -22,6 +22,7 @@ from draftproof.backends.heads.feature_net import WEIGHTS, FeatureConfig, Featur
 from draftproof.backends.heads.published.eagle3 import eagle3_backend
 from draftproof.backends.heads.published.peagle import PEagleBackend
 from draftproof.backends.loading.by_name import load_backend, refuse_gguf
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.backends.model_info import end_tokens
 from draftproof.drafters.base import Drafter
@@ -87,7 +88,7 @@ class _FeatureRun:
         self.cache = cache_folder(job.cache)
         refuse_gguf(job.target, "training a feature head")
         self.tokenizer = load_tokenizer(models.resolve(job.target))
-        self.target = load_backend(job.target, dtype=job.dtype, device=job.device)
+        self.target = load_backend(job.target, LoadOptions(dtype=job.dtype, device=job.device))
         self.fingerprint = fingerprint(job.target)
         self.eos = end_tokens(self.target.eos_token_ids, self.tokenizer.eos_token_id)
         self.sources: list[DataFile] = []

@@ -13,9 +13,8 @@ import torch
 from draftproof import models
 from draftproof.backends.base import Backend
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.heads.feature_head import FeatureBackend
+from draftproof.backends.heads.feature_head import FeatureBackend, StandaloneHead
 from draftproof.backends.heads.feature_net import load_net
-from draftproof.backends.heads.standalone import StandaloneHead
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different

@@ -88,9 +88,6 @@ def fused(module: str) -> Callable[[Rows[Rest]], Rows[Rest]]:
     """Mark a torch function that the kernel of the same name in draftproof.triton.`module` can replace.
 
     The device of the function's first argument decides, together with DRAFTPROOF_TRITON.
-
-    Args:
-        module: name of the module; it is imported at the first use.
     """
 
     def mark(plain: Rows[Rest]) -> Rows[Rest]:

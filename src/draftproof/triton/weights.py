@@ -38,24 +38,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, eq=False)
 class DeviceWeight:
-    """A weight of 4 or 8 bits: offset + scale * number, where a group of neighbouring inputs has its own two.
+    """A weight of 4 or 8 bits: offset + scale * number, where a group of neighbouring inputs has its own two."""
 
-    Attributes:
-        words: [outputs, words] of 32 bits. A piece of 32 inputs has 4 words where numbers have 4 bits, and 8 where they
-            have 8. Word j of four neighbouring ones has the numbers of every fourth input, from input j on, the first
-            in its lowest bits: what several words have at the same place are neighbours.
-        scales: [outputs, groups], each a scale in bfloat16 in the lower half, and an offset in the upper one.
-        ins: number of inputs; they are padded to whole pieces.
-        bits: of a number.
-        group: inputs of a group.
-        lost: mean of what the outputs lack, where the mean of the inputs was known.
-    """
-
+    # [outputs, words] of 32 bits. A piece of 32 inputs has 4 words where numbers have 4 bits, and 8 where they have 8.
+    # Word j of four neighbouring ones has the numbers of every fourth input, from input j on, the first in its lowest
+    # bits: what several words have at the same place are neighbours
     words: Int32[Tensor, "outs words"]
+    # [outputs, groups], each a scale in bfloat16 in the lower half, and an offset in the upper one
     scales: Int32[Tensor, "outs groups"]
     ins: int
     bits: int
     group: int
+    # mean of what the outputs lack, where the mean of the inputs was known
     lost: Float32[Tensor, " outs"] | None = None
 
     def to_dense(self) -> Float[Tensor, "out in"]:
@@ -83,11 +77,7 @@ def quantize(
 ) -> DeviceWeight:
     """Quantize a weight: in each group the best of several ranges, by squared error.
 
-    Args:
-        weight: of DTYPES.
-        bits: of BITS.
-        group: of GROUPS.
-        inputs: what is known of them; by default the errors of all weights count alike.
+    By default the errors of all weights count alike.
 
     Raises:
         ValueError: another type, or bits or a group that are not supported.
@@ -236,12 +226,7 @@ def _expand(
 
 
 def tile(outs: int, rows: int) -> dict[str, int]:
-    """The constants of `_multiply`, by what was fastest on an H200; a row's sums depend on its outputs alone.
-
-    Args:
-        outs: outputs of the weight.
-        rows: that are multiplied.
-    """
+    """The constants of `_multiply`, by what was fastest on an H200; a row's sums depend on its outputs alone."""
     pieces = 32 if outs <= _FEW else 16 if outs <= _MANY else 8
     shared = 1 if outs <= _FEW else 2 if outs <= _MANY or rows > 1 else 4
     most = next((size for size in _ROWS if size >= rows), _ROWS[-1])
@@ -255,13 +240,7 @@ def _sizes(weight: DeviceWeight) -> tuple[tuple[int, ...], dict[str, int]]:
 
 
 def expanded(weight: DeviceWeight, dtype: torch.dtype, outs: slice) -> Float[Tensor, "some in"]:
-    """The weights that the numbers of some outputs stand for, rounded.
-
-    Args:
-        weight: on a device.
-        dtype: of the result, one of DTYPES.
-        outs: which outputs.
-    """
+    """The weights that the numbers of some outputs stand for, rounded."""
     words, scales = weight.words[outs], weight.scales[outs]
     made = torch.empty((len(words), weight.ins), dtype=dtype, device=words.device)
     (ins, pieces, groups), constants = _sizes(weight)
@@ -273,13 +252,7 @@ def expanded(weight: DeviceWeight, dtype: torch.dtype, outs: slice) -> Float[Ten
 def product(
     x: Float[Tensor, "*rows in"], weight: DeviceWeight, bias: Float[Tensor, " out"] | None = None
 ) -> Float[Tensor, "*rows out"]:
-    """x W^T + b; of up to MOST rows summed in float32 and rounded once, of more with weights rounded to x's type.
-
-    Args:
-        x: rows of inputs, of DTYPES.
-        weight: on the same device.
-        bias: if there is one.
-    """
+    """x W^T + b; of up to MOST rows summed in float32 and rounded once, of more with weights rounded to x's type."""
     outs = len(weight.words)
     given = x.reshape(-1, weight.ins).contiguous()
     rows = len(given)
@@ -301,14 +274,7 @@ def product(
 
 @functools.cache
 def why_not(dtype: torch.dtype, device: torch.device, bits: int, group: int) -> str | None:
-    """Why products of a type do not work on a device; None where they do: tried once, beside torch's.
-
-    Args:
-        dtype: of rows.
-        device: of rows and weights.
-        bits: of BITS.
-        group: of GROUPS.
-    """
+    """Why products of a type do not work on a device; None where they do: tried once, beside torch's."""
     if dtype not in DTYPES:
         return f"its weights are {dtype}"
     if group not in GROUPS:

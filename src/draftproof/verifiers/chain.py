@@ -1,8 +1,9 @@
-"""Verifiers for one chain per row: token, block, match and gumbel verification of chains of different lengths."""
+"""Verifiers for one chain per row: rules on chains of different lengths, and with `lossless` false the lossy ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from draftproof.accelerator import sent
 from draftproof.draft import Draft, Verdict
+from draftproof.errors import UserError
 from draftproof.functional.chain import ChainVerdict, block_verify, token_verify
+from draftproof.functional.lossy import last_token_verify, mentored_verify, mixture_verify, typical_verify
 from draftproof.functional.match import match_verify
 from draftproof.rng import Rng
 
@@ -57,7 +60,6 @@ class ChainVerifier:
     """A Verifier that applies a rule for chains.
 
     Args:
-        name: name of the rule.
         rule: `token_verify`, `block_verify` or a function with their signature.
         lossless: whether the rule's output distribution is the target's.
         point_masses: whether the rule accepts drafts without probabilities.
@@ -118,3 +120,36 @@ def gumbel_verifier() -> ChainVerifier:
     2408.07978).
     """
     return ChainVerifier("gumbel", match_verify, shared_noise=True)
+
+
+# --- lossy rules: every result reports that to the user --------------------------------------------------------------
+
+
+def last_token_verifier() -> ChainVerifier:
+    """SPRINTER's rule: keep every drafted token but the last without a test, verify the last one (arXiv 2502.04557)."""
+    return ChainVerifier("last_token", last_token_verify, lossless=False)
+
+
+def typical_verifier(epsilon: float = 0.09) -> ChainVerifier:
+    """Typical acceptance: keep tokens above epsilon, or plausible under the target otherwise; q is not used."""
+    _in_range("typical", epsilon, 1.0)
+    return ChainVerifier(f"typical:{epsilon:g}", partial(typical_verify, epsilon=epsilon), lossless=False)
+
+
+def mixture_verifier(epsilon: float = 0.1) -> ChainVerifier:
+    """The fixed mixture (1 - epsilon) p + epsilon q at every drafted position, epsilon 0 to 1."""
+    _in_range("mixture", epsilon, 1.0)
+    return ChainVerifier(f"mixture:{epsilon:g}", partial(mixture_verify, epsilon=epsilon), lossless=False)
+
+
+def mentored_verifier(budget: float = 0.1) -> ChainVerifier:
+    """Mentored decoding: as much acceptance as a divergence budget allows, 0 to 10 nats at each drafted position."""
+    _in_range("mentored", budget, 10.0)
+    return ChainVerifier(
+        f"mentored:{budget:g}", partial(mentored_verify, budget=budget), lossless=False, point_masses=False
+    )
+
+
+def _in_range(name: str, value: float, most: float) -> None:
+    if not 0 <= value <= most:
+        raise UserError(f"verifier {name}: expected a number from 0 to {most:g}, got {value:g}")

@@ -13,6 +13,7 @@ from draftproof.backends.heads.published.mtp import mtp_backend
 from draftproof.backends.hf.generate import PlainBackend
 from draftproof.backends.hf.snapshots import SnapshotBackend
 from draftproof.backends.loading.by_name import load_backend
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.tree import TokenTree
 from support.architectures.tiny import tiny_config, tiny_model
@@ -27,7 +28,7 @@ GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 
 
 def target_of(folder):
-    return load_backend(str(folder), dtype="float32")
+    return load_backend(str(folder), LoadOptions(dtype="float32"))
 
 
 def expected(target, folder, owner, count, tokens, tensors=None):

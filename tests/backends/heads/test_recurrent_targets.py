@@ -8,8 +8,8 @@ import torch
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed, Session, unread
 from draftproof.backends.cache.prefix_cache import PrefixCache
+from draftproof.backends.heads.feature_head import StandaloneHead
 from draftproof.backends.heads.published.eagle3 import eagle3_backend
-from draftproof.backends.heads.standalone import StandaloneHead
 from draftproof.backends.hf.snapshots import SnapshotBackend
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.tree import TokenTree

@@ -13,6 +13,7 @@ from draftproof.backends.base import Feed, unread
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.generate import PlainBackend
 from draftproof.backends.loading.by_name import load_backend
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.bench.cell import Cell
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.embedded import target_dir
@@ -165,11 +166,11 @@ def test_only_a_target_is_decoded_plainly(saved):
         load_backend(str(saved))
     with pytest.raises(UserError, match="keeps its past in its own form"):
         Engine.load("embedded:target", str(saved))
-    assert load_backend(str(saved), backend="generate").kind == "generate"
+    assert load_backend(str(saved), LoadOptions(backend="generate")).kind == "generate"
 
 
 def test_the_name_of_the_version_before_works_with_a_warning(saved, caplog):
-    assert load_backend(str(saved), backend="plain").kind == "generate"
+    assert load_backend(str(saved), LoadOptions(backend="plain")).kind == "generate"
     assert "backend plain is now called generate" in caplog.text
     assert Cell(str(saved), backend="plain").backend == "generate"
 
@@ -189,7 +190,7 @@ def test_damaged_weights_are_no_reason_to_decode_plainly(tmp_path):
         model.transformer.h[1].mlp.c_fc.weight[3, 4] = math.nan
     model.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="not finite"):
-        load_backend(str(tmp_path), plainly=True)
+        load_backend(str(tmp_path), LoadOptions(plainly=True))
 
 
 def test_the_check_sees_a_step_that_differs(monkeypatch):

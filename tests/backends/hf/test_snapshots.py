@@ -13,6 +13,7 @@ from draftproof.backends.cache.passes import PREFILL_CHUNK
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.snapshots import SnapshotBackend, SnapshotSession
 from draftproof.backends.loading.by_name import load_backend, suitable
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.recurrent import mixers as mixers_module
 from draftproof.backends.recurrent.mixers import continuation, mixers_of
 from draftproof.drafters.draft_model import DraftModel
@@ -305,7 +306,7 @@ def test_auto_takes_the_backend_that_a_model_needs(tmp_path):
     assert suitable(model("llama")) == "lean"
     assert suitable(model("gpt2")) == "hf"
     copy.deepcopy(model("lfm2")).save_pretrained(tmp_path)  # which changes a config that tests share
-    assert load_backend(str(tmp_path), dtype="float32").kind == "snapshot"
+    assert load_backend(str(tmp_path), LoadOptions(dtype="float32")).kind == "snapshot"
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba"])

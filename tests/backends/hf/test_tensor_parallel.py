@@ -16,6 +16,7 @@ from draftproof.backends.base import Feed
 from draftproof.backends.cache.sessions import SlotSession
 from draftproof.backends.hf.tensor_parallel import ParallelCache, Row
 from draftproof.backends.loading.by_name import load_backend
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.bench.model_cache import ModelCache
 from draftproof.cli._launch import _explained
 from draftproof.embedded import draft_dir, target_dir
@@ -80,13 +81,13 @@ def test_drafters_that_read_the_targets_weights_are_refused(divided):
 def test_heads_that_cannot_be_divided_are_refused_with_what_is_legal():
     said = r"tensor_parallel: expected one of 1, 2, 4, got 3: .* has num_attention_heads 8 and num_key_value_heads 4, "
     with pytest.raises(UserError, match=said):
-        load_backend(str(target_dir()), tensor_parallel=3)
+        load_backend(str(target_dir()), LoadOptions(tensor_parallel=3))
 
 
 def test_a_type_without_a_plan_is_refused_by_name(tmp_path):
     random_model(CONFIGS["gpt2"]()).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"no tensor-parallel plan for its type \(gpt2\); use tensor_parallel 1"):
-        load_backend(str(tmp_path), tensor_parallel=2)
+        load_backend(str(tmp_path), LoadOptions(tensor_parallel=2))
 
 
 @pytest.mark.parametrize(
@@ -99,14 +100,14 @@ def test_a_type_without_a_plan_is_refused_by_name(tmp_path):
 )
 def test_options_that_do_not_go_with_several_processes_are_refused(options, said):
     with pytest.raises(UserError, match=said):
-        load_backend(str(target_dir()), tensor_parallel=2, **options)
+        load_backend(str(target_dir()), LoadOptions(tensor_parallel=2, **options))
 
 
 def test_a_gguf_file_is_refused(tmp_path):
     file = tmp_path / "model.gguf"
     file.write_bytes(b"")
     with pytest.raises(UserError, match="is a GGUF file: only checkpoints in safetensors are divided"):
-        load_backend(str(file), tensor_parallel=2)
+        load_backend(str(file), LoadOptions(tensor_parallel=2))
 
 
 def test_a_program_that_was_started_alone_is_told_how_to_start_it():

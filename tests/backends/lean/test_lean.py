@@ -28,6 +28,7 @@ from draftproof.backends.lean.rotary import Rope, order_of
 from draftproof.backends.lean.traits import LLAMA, traits_of
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.in_memory import backend_in_memory
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.products.packed_linear import Part, packs
 from draftproof.engine.registry import make_verifier
 from draftproof.models import resolve
@@ -282,7 +283,7 @@ def test_what_is_misread_is_left_to_transformers_unless_lean_is_asked_for(tmp_pa
     assert "does not reproduce its own logits" in caplog.text
     exercise(Program(made))
     with pytest.raises(UserError, match="does not reproduce its own logits"):
-        load_backend(str(tmp_path), backend="lean")
+        load_backend(str(tmp_path), LoadOptions(backend="lean"))
     held = random_model(CONFIGS["gemma3"]())
     assert type(backend_in_memory(held)) is HFBackend
     with pytest.raises(UserError, match="does not reproduce its own logits"):
@@ -482,7 +483,7 @@ def test_smollm2_rows_agree(dtype):
     tokens = [(7919 * i) % 40000 for i in range(48)]
     rows = []
     for backend in ("hf", "lean"):
-        made = load_backend("smollm2-135m", dtype=dtype, backend=backend)
+        made = load_backend("smollm2-135m", LoadOptions(dtype=dtype, backend=backend))
         session = made.open()
         first = made.forward([Feed(session, tokens[:40])])[0].logits
         rest = made.forward([Feed(session, tokens[40:41], TokenTree.chain(torch.tensor(tokens[41:])))])[0].logits
@@ -511,17 +512,17 @@ UNREAD = {
 def test_other_architectures_fall_back_and_are_refused_when_asked_for(name, tmp_path):
     config, why = UNREAD[name]
     random_model(config()).save_pretrained(tmp_path)
-    assert type(load_backend(str(tmp_path), check=False)) is HFBackend
+    assert type(load_backend(str(tmp_path), LoadOptions(check=False))) is HFBackend
     with pytest.raises(UserError, match=f"has no lean forward: .*{why}.*; use backend hf"):
-        load_backend(str(tmp_path), check=False, backend="lean")
+        load_backend(str(tmp_path), LoadOptions(check=False, backend="lean"))
 
 
 def test_the_family_is_read_lean_unless_hf_is_asked_for(tmp_path):
     random_model(CONFIGS["llama"]()).save_pretrained(tmp_path)
     assert type(load_backend(str(tmp_path))) is LeanBackend
-    assert type(load_backend(str(tmp_path), backend="hf")) is HFBackend
+    assert type(load_backend(str(tmp_path), LoadOptions(backend="hf"))) is HFBackend
     with pytest.raises(UserError, match=r"backend: expected one of auto, hf, snapshot, lean.*, got 'fast'"):
-        load_backend(str(tmp_path), backend="fast")
+        load_backend(str(tmp_path), LoadOptions(backend="fast"))
     made = Engine.load("embedded:target", "embedded:draft")
     assert type(made.target) is LeanBackend
     assert type(Engine.load("embedded:target", backend="hf").target) is HFBackend

@@ -13,7 +13,7 @@ from draftproof.backends.cache import rounding as of_cache
 from draftproof.backends.heads.self_draft import EarlyExitBackend
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
-from draftproof.backends.lean.compiled import GraphForward
+from draftproof.backends.lean.graph_backend import GraphForward
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.drafters.draft_model import DraftModel

@@ -3,7 +3,6 @@
 import copy
 import functools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from draftproof import Engine, SamplingParams
 from draftproof.backends.base import Feed, rounding
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
-from draftproof.backends.lean.compiled import CompiledBackend
 from draftproof.backends.lean.native_layers import NativeLayers
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
@@ -190,12 +188,6 @@ def test_transformers_own_forward_pass_is_not(make):
     why, text = said(made)
     assert f"backend {made.kind}" in why
     assert text == SameText.BUT_FOR_ROUNDING
-
-
-def test_neither_is_a_compiled_program():
-    made = object.__new__(CompiledBackend)
-    made.lean = SimpleNamespace(rounding="")
-    assert "torch.compile" in made.rounding
 
 
 def test_a_backend_that_says_nothing_is_not_known_to_be():

@@ -13,6 +13,7 @@ from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.loading import adapters
 from draftproof.backends.loading import verified as checked
 from draftproof.backends.loading.by_name import load_backend
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.embedded import target_dir
 from support.helpers import embedded_model
 
@@ -106,14 +107,14 @@ def test_without_peft_the_package_is_named(base, tmp_path, monkeypatch):
     monkeypatch.setattr(adapters, "find_spec", lambda _: None)
     for name, options in ((str(base), {"adapter": str(tmp_path / "adapter")}), (str(tmp_path / "adapter"), {})):
         with pytest.raises(UserError, match="needs the package peft, which is not installed: pip install peft"):
-            load_backend(name, **options)
+            load_backend(name, LoadOptions(**options))
 
 
 def test_a_directory_that_is_none_is_refused(base):
     with pytest.raises(UserError, match=r"is no adapter: there is no adapter_config\.json"):
-        load_backend(str(base), adapter=str(base))
+        load_backend(str(base), LoadOptions(adapter=str(base)))
     with pytest.raises(UserError, match="no such file or directory: 'nowhere/at/all'"):
-        load_backend(str(base), adapter="nowhere/at/all")
+        load_backend(str(base), LoadOptions(adapter="nowhere/at/all"))
 
 
 def test_pickled_and_foreign_and_missing_tensors_are_refused(base, tmp_path):
@@ -123,23 +124,23 @@ def test_pickled_and_foreign_and_missing_tensors_are_refused(base, tmp_path):
     first, *_ = weights
     save_file({name: each for name, each in weights.items() if name != first}, folder / "adapter_model.safetensors")
     with pytest.raises(UserError, match=r"was made for another model than this LlamaForCausalLM: .* missing"):
-        load_backend(str(base), adapter=str(folder))
+        load_backend(str(base), LoadOptions(adapter=str(folder)))
     save_file(weights | {"base_model.model.other": torch.ones(2)}, folder / "adapter_model.safetensors")
     with pytest.raises(UserError, match=r"another model .*base_model\.model\.other"):
-        load_backend(str(base), adapter=str(folder))
+        load_backend(str(base), LoadOptions(adapter=str(folder)))
     save_file(weights | {first: torch.ones(3, 3)}, folder / "adapter_model.safetensors")
     with pytest.raises(UserError, match="does not fit LlamaForCausalLM"):
-        load_backend(str(base), adapter=str(folder))
+        load_backend(str(base), LoadOptions(adapter=str(folder)))
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(UserError, match="pickled weights are refused on purpose"):
-        load_backend(str(base), adapter=str(folder))
+        load_backend(str(base), LoadOptions(adapter=str(folder)))
 
 
 def test_adapters_that_add_tokens_are_refused(base, tmp_path):
     wrapped = peft.get_peft_model(plain(base), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     wrapped.save_pretrained(tmp_path / "adapter")
     with pytest.raises(UserError, match=r"\(PROMPT_TUNING\) depends on the tokens of a prompt .* expected LoRA"):
-        load_backend(str(base), adapter=str(tmp_path / "adapter"))
+        load_backend(str(base), LoadOptions(adapter=str(tmp_path / "adapter")))
 
 
 def test_a_base_model_that_is_not_there_is_named(base, tmp_path):

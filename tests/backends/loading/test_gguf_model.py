@@ -390,7 +390,7 @@ def test_sampling_settings_in_the_file_are_its_defaults(tmp_path, written):
     write_model(path, random_model(CASES["llama"][0]), "llama", metadata)
     own = read_model(GGUFFile(path), name="x", dtype=torch.float32)
     expected = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, min_p=0.05, repetition_penalty=1.1)
-    for backend in (own, load_backend(str(path), backend="hf")):
+    for backend in (own, load_backend(str(path), LoadOptions(backend="hf"))):
         assert default_params(backend.facts.sampling_defaults) == expected
     without = read_model(GGUFFile(written("llama")[1]), name="x", dtype=torch.float32)
     assert default_params(without.facts.sampling_defaults) == SamplingParams()

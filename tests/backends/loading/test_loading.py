@@ -11,6 +11,7 @@ from draftproof import Engine, UserError
 from draftproof.backends.base import Feed
 from draftproof.backends.loading import by_name as loading
 from draftproof.backends.loading.by_name import load_backend, load_model
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.sampling import SamplingParams, default_params
 from support.helpers import CONFIGS, random_model
@@ -180,7 +181,7 @@ def test_shards_give_the_same_rows_as_one_file(tmp_path, backend):
     for folder, size in (("one", "1GB"), ("many", "9KB")):
         model.save_pretrained(tmp_path / folder, max_shard_size=size)
     assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 3
-    one, many = (load_backend(str(tmp_path / folder), backend=backend) for folder in ("one", "many"))
+    one, many = (load_backend(str(tmp_path / folder), LoadOptions(backend=backend)) for folder in ("one", "many"))
     tokens = [i * i % 97 for i in range(40)]
     rows = [each.forward([Feed(each.open(), tokens)])[0].logits for each in (one, many)]
     assert torch.equal(*rows)
@@ -198,7 +199,7 @@ def test_a_missing_shard_is_an_error_that_names_it(tmp_path):
 def test_an_attention_of_transformers_can_be_chosen(tmp_path, name):
     model = random_model(CONFIGS["gemma3"]())
     model.save_pretrained(tmp_path)
-    made = load_backend(str(tmp_path), attn_implementation=name, backend="hf")
+    made = load_backend(str(tmp_path), LoadOptions(attn_implementation=name, backend="hf"))
     assert made.model.config._attn_implementation == name
     session, tokens = made.open(), [i * i % 97 for i in range(40)]
     found = torch.cat([made.forward([Feed(session, part)])[0].logits for part in (tokens[:30], tokens[30:])])
@@ -208,10 +209,10 @@ def test_an_attention_of_transformers_can_be_chosen(tmp_path, name):
 
 def test_attention_that_is_none_or_without_effect_is_refused(saved):
     with pytest.raises(UserError, match="attn_implementation: expected one of eager, sdpa, got 'flash_attention_2'"):
-        load_backend(str(saved), attn_implementation="flash_attention_2")
+        load_backend(str(saved), LoadOptions(attn_implementation="flash_attention_2"))
     with pytest.raises(UserError, match="is read by backend lean, which has its own attention: leave it out, or name"):
-        load_backend(str(saved), attn_implementation="eager")
-    assert load_backend(str(saved), attn_implementation="eager", backend="hf").kind == "hf"
+        load_backend(str(saved), LoadOptions(attn_implementation="eager"))
+    assert load_backend(str(saved), LoadOptions(attn_implementation="eager", backend="hf")).kind == "hf"
 
 
 def test_every_end_token_ends_a_text(embedded_copy):
@@ -289,7 +290,7 @@ def test_a_model_with_states_on_cpu_and_disk_generates_what_the_whole_one_does(k
     random_model(config).save_pretrained(tmp_path)
     places = {f"{layers.partition('.')[0]}.{part}": "cpu" for part in parts} | {"lm_head": "cpu"}
     places |= {f"{layers}.{n}": "disk" if n != 1 else "cpu" for n in range(3)}
-    spread, whole = (load_backend(str(tmp_path), device=each, dtype=dtype) for each in (places, "cpu"))
+    spread, whole = (load_backend(str(tmp_path), LoadOptions(device=each, dtype=dtype)) for each in (places, "cpu"))
     assert (spread.kind, whole.kind) == ("snapshot", "snapshot")
     assert any(weights.is_meta for weights in spread.model.parameters())
     prompts, greedy = (

@@ -10,6 +10,7 @@ from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.loading import language_model as text_part_module
 from draftproof.backends.loading.by_name import load_backend, load_model
 from draftproof.backends.loading.language_model import text_part
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.prompts import PromptReader
 from draftproof.engine.registry import make_drafter
@@ -51,7 +52,7 @@ def generated(model, prompt):
 @pytest.mark.parametrize("name", TYPES)
 def test_text_is_what_the_multi_modal_model_generates(name, tmp_path):
     whole_model(name).save_pretrained(tmp_path)
-    made = load_backend(str(tmp_path), dtype="float32")
+    made = load_backend(str(tmp_path), LoadOptions(dtype="float32"))
     assert made.kind == TYPES[name][2]
     model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
     expected = [generated(model, prompt) for prompt in PROMPTS]
@@ -64,7 +65,7 @@ def test_text_is_what_the_multi_modal_model_generates(name, tmp_path):
 def test_the_language_model_is_taken_out_where_transformers_has_it_alone(name, tmp_path):
     whole = whole_model(name)
     whole.save_pretrained(tmp_path)
-    made = load_model(str(tmp_path), dtype="float32")
+    made = load_model(str(tmp_path), LoadOptions(dtype="float32"))
     assert type(made).__name__ == TYPES[name][1]
     if type(made) is not type(whole):
         towers = [path for path, _ in made.named_modules() if "vision" in path or "projector" in path]

@@ -15,6 +15,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from draftproof import Engine, UserError
 from draftproof.backends.loading import load as door
 from draftproof.backends.loading.by_name import load_backend
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.quantization import quantization_fields, read_quantization
 from draftproof.batch.rows import RowOptions
 from draftproof.batch.run import settings_of
@@ -105,9 +106,9 @@ def test_every_form_of_the_option_quantizes_the_target(form, checkpoint, rounded
 def test_a_draft_model_is_not_quantized_with_its_target(checkpoint, monkeypatch):
     asked = {}
 
-    def loading(source, **options):
-        asked[options["dtype"]] = options.get("quantization_config")
-        return load_backend(source, **options)
+    def loading(source, options):
+        asked[options.dtype] = options.quantization_config
+        return load_backend(source, options)
 
     monkeypatch.setattr(door, "load_backend", loading)
     options = {"dtype": "float32", "draft_dtype": "bfloat16", "backend": "hf", "quantization_config": ROUNDED}
@@ -203,7 +204,7 @@ REFUSED = {
 def test_what_is_no_config_is_refused_in_one_line(case, checkpoint):
     given, said = REFUSED[case]
     with pytest.raises(UserError, match=said) as caught:
-        load_backend(str(checkpoint), quantization_config=given)
+        load_backend(str(checkpoint), LoadOptions(quantization_config=given))
     assert "\n" not in str(caught.value)
 
 
@@ -219,27 +220,27 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(method, ch
     if importlib.util.find_spec({"quanto": "optimum"}.get(method, method)) is not None:
         pytest.skip(f"{package} is installed")
     with pytest.raises(UserError, match=f"pip install {package}") as caught:
-        load_backend(str(checkpoint), quantization_config={"quant_method": method, **fields})
+        load_backend(str(checkpoint), LoadOptions(quantization_config={"quant_method": method, **fields}))
     assert "\n" not in str(caught.value)
 
 
 def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
     fp8(tmp_path, 32)
     with pytest.raises(UserError, match=r"asks for rounding, and the weights .* are quantized already .fp8"):
-        load_backend(str(tmp_path), quantization_config=ROUNDED)
+        load_backend(str(tmp_path), LoadOptions(quantization_config=ROUNDED))
     whole = {"quant_method": "fp8", "weight_block_size": [32, 32], "dequantize": True}  # how it is read stays legal
-    assert texts(Engine(load_backend(str(tmp_path), dtype="float32", quantization_config=whole))) == texts(
-        Engine(load_backend(str(tmp_path), dtype="float32"))
+    assert texts(Engine(load_backend(str(tmp_path), LoadOptions(dtype="float32", quantization_config=whole)))) == texts(
+        Engine(load_backend(str(tmp_path), LoadOptions(dtype="float32")))
     )
 
 
 def test_it_does_not_go_with_tensor_parallel_or_gguf(checkpoint, tmp_path):
     with pytest.raises(UserError, match=r"tensor_parallel is 2.*quantization_config"):
-        load_backend(str(checkpoint), tensor_parallel=2, quantization_config=ROUNDED)
+        load_backend(str(checkpoint), LoadOptions(tensor_parallel=2, quantization_config=ROUNDED))
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
     with pytest.raises(UserError, match=r"does not go with .*model.gguf.*leave it out"):
-        load_backend(str(path), quantization_config=ROUNDED)
+        load_backend(str(path), LoadOptions(quantization_config=ROUNDED))
 
 
 # --- runs that name it ------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import transformers
 
 from draftproof import Engine, UserError
 from draftproof.backends.loading.by_name import load_backend
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.registry import make_drafter
 from support.quantized_models import GREEDY, PROMPTS, fp8, generated, original, saved
@@ -127,7 +128,7 @@ def test_texts_are_what_transformers_generates(method, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         make(tmp_path, argument)
-        made = load_backend(str(tmp_path), dtype="float32", plainly=True)
+        made = load_backend(str(tmp_path), LoadOptions(dtype="float32", plainly=True))
         assert made.kind == backend, getattr(made, "because", "")
         expected = generated(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
         drafters = [None] if backend == "generate" else [None, NgramDrafter(4)]

@@ -22,25 +22,16 @@ class Layout:
     """The tensors of one forward pass over ragged feeds: rows padded to the longest, or packed one after another.
 
     Args:
-        feeds: of different sessions.
-        device: of the tensors.
         packed: whether all tokens are one row, without padding.
-
-    Attributes:
-        ids, positions: [rows, width], padded on the right; [1, tokens] where packed.
-        chains: the chain tokens of each feed as a tensor.
-        plan: where keys and values are written in the slot cache.
-        sizes: columns of each feed, with padding.
-        layers: numbers of the layers whose hidden states are to be taken: 0 before the first layer, i after layer i.
-        taken: their hidden states [rows, width, dim], put there by the forward pass.
     """
 
     def __init__(
         self, feeds: Sequence[Feed], device: torch.device, layers: Sequence[int] = (), *, packed: bool = False
     ) -> None:
         self.feeds = feeds
+        # numbers of the layers whose hidden states are to be taken: 0 before the first layer, i after layer i
         self.layers = tuple(layers)
-        self.taken: dict[int, Tensor] = {}
+        self.taken: dict[int, Tensor] = {}  # their hidden states [rows, width, dim], put there by the forward pass
         self.device = device
         self.packed = packed
         self.chains = [
@@ -55,7 +46,8 @@ class Layout:
             widths=tuple(len(feed) for feed in feeds),
         )
         self.width = max(self.plan.widths)
-        self.sizes = self.plan.widths if packed else (self.width,) * len(feeds)
+        self.sizes = self.plan.widths if packed else (self.width,) * len(feeds)  # columns of each feed, with padding
+        # ids, positions: [rows, width], padded on the right; [1, tokens] where packed
         self.ids = self._placed([self._row_ids(row) for row in range(len(feeds))])
         host = [self._row_positions(feed) for feed in feeds]
         if packed:
@@ -112,9 +104,7 @@ class Layout:
         return range(max(chain - 1, 0), self.plan.widths[row])
 
     def split(
-        self,
-        logits: Float[Tensor, "rows columns vocab"],
-        states: Float[Tensor, "rows width dim"] | None,
+        self, logits: Float[Tensor, "rows columns vocab"], states: Float[Tensor, "rows width dim"] | None
     ) -> list[FeedOutput]:
         """The output of each feed; `logits` has every column, or only `columns`."""
         trimmed = logits.shape[1] < self.positions.shape[1]

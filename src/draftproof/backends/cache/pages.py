@@ -49,13 +49,7 @@ class Buffer:
     """A tensor of zeros.
 
     Args:
-        shape: of the tensor.
-        like: a tensor of its dtype and on its device.
         mapped: raise where it would take memory at once.
-
-    Attributes:
-        tensor: the tensor.
-        is_paged: whether it takes memory only where it was written.
 
     Raises:
         OSError: the system reserves what it maps, and has no room for that.

@@ -21,12 +21,8 @@ def in_passes(
 ) -> list[FeedOutput]:
     """Outputs of feeds read in several passes: long prompts one by one in chunks, then groups of similar length.
 
-    Args:
-        feeds: of different sessions.
-        run: reads some of them in one pass.
-        ragged: whether rows that begin or end at different positions may share a pass.
-        packed: whether rows of any lengths share a pass without padding.
-        chunk: tokens of a prompt that are read at once.
+    `run` reads feeds in one pass. Rows that begin or end at different positions share it only where it may be `ragged`;
+    where it is `packed`, rows of any lengths do, without padding.
     """
     left = []
     for feed in feeds:
@@ -74,9 +70,6 @@ def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
     """Rows in groups that take the least time to read if every row is padded to the longest of its group.
 
     A pass over the weights counts as PASS positions. The rows of a group are in ascending order.
-
-    Args:
-        lengths: positions of each row.
     """
     if max(lengths, default=0) * len(lengths) - sum(lengths) <= PASS:
         return [list(range(len(lengths)))]

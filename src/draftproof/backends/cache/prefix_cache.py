@@ -43,19 +43,15 @@ class PrefixCache:
     """Sessions that no request uses now, of one or several models; the least recently used one goes first.
 
     Args:
-        most: sessions that are kept; 0 turns reuse off.
-        most_nbytes: their memory.
         shortest: tokens; shorter sessions are not kept, and shorter beginnings not reused.
-
-    Attributes:
-        reused: tokens that were taken over instead of being read, of all models together.
     """
 
     def __init__(self, most: int = MOST_SESSIONS, most_nbytes: int = MOST_NBYTES, *, shortest: int = SHORTEST) -> None:
         self.most = most
         self.most_nbytes = most_nbytes
         self.shortest = shortest
-        self.reused = self._nbytes = 0
+        self.reused = 0  # tokens that were taken over instead of being read, of all models together
+        self._nbytes = 0
         self._kept: list[_Kept] = []  # the most recently used one last
 
     def __len__(self) -> int:
@@ -96,11 +92,8 @@ class PrefixCache:
     ) -> Session:
         """A session that has read as much of the beginning of some tokens as any is known to have; or a new one.
 
-        Args:
-            backend: of the session.
-            tokens: of a request; its last token is never among those that were read.
-            running: sessions in use, which may be copied.
-            cache_salt: of the request; sessions of requests with another one are not looked at.
+        The last token is never among those that were read. Sessions that are `running` may be copied; those of requests
+        with another `cache_salt` are not looked at.
         """
         found = self.find(backend, tokens, running, cache_salt) if self.most else None
         opened = backend.open() if found is None else found

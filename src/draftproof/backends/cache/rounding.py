@@ -42,9 +42,7 @@ def rounded(x: Float[Tensor, "*some dim"]) -> tuple[Int8[Tensor, "*some dim"], F
     return numbers.to(torch.int8), scales
 
 
-def rounded_keys(
-    keys: Float[Tensor, "*some dim"],
-) -> tuple[Int8[Tensor, "*some dim"], Float32[Tensor, "*some 1"]]:
+def rounded_keys(keys: Float[Tensor, "*some dim"]) -> tuple[Int8[Tensor, "*some dim"], Float32[Tensor, "*some 1"]]:
     """The same of keys, multiplied by the matrix."""
     return rounded(hadamard(keys.float()))
 

@@ -23,24 +23,10 @@ class SlotBackend(ABC):
     """A model whose keys and values are in a slot cache; subclasses compute one pass.
 
     Two threads may use one backend: each call of `forward` and each change of a session's slot holds the cache's lock.
-
-    Args:
-        facts: of the model.
-        cache: of another backend that shares keys and values; a new one by default.
-
-    Attributes:
-        max_positions: the longest sequence it reads; None when unbounded.
-        bounded_by: why that is shorter than the model's context; empty when it is not.
-        capabilities: what it can do.
-        embed: embeddings [*shape, dim] of token ids [*shape], as the first layer reads them.
-        kind: name of the forward pass in BACKENDS.
-        prefill: tokens of a prompt that are read in one pass.
-        packs: whether feeds of any lengths are read in one pass without padding.
-        keeps: whether what calibration finds is kept in files; not for weights that training changes again and again.
     """
 
     kind: str
-    embed: Callable[[Tensor], Tensor]
+    embed: Callable[[Tensor], Tensor]  # embeddings [*shape, dim] of token ids [*shape], as the first layer reads them
 
     def __init__(self, facts: ModelInfo, *, cache: SlotCache | None = None) -> None:
         self.facts = facts
@@ -48,12 +34,13 @@ class SlotBackend(ABC):
         self.vocab_size = facts.vocab_size
         self.dtype = facts.dtype
         self.device = facts.device
-        self.max_positions = facts.max_positions
-        self.bounded_by = ""
+        self.max_positions = facts.max_positions  # the longest sequence it reads; None when unbounded
+        self.bounded_by = ""  # why that is shorter than the model's context; empty when it is not
         self.capabilities = Capabilities(hidden=facts.hidden_size)
         self._cache = SlotCache(facts.max_positions) if cache is None else cache
-        self.prefill = PREFILL_CHUNK
-        self.packs = False
+        self.prefill = PREFILL_CHUNK  # tokens of a prompt that are read in one pass
+        self.packs = False  # whether feeds of any lengths are read in one pass without padding
+        # whether what calibration finds is kept in files; not for weights that training changes again and again
         self.keeps = True
         self._recorded: tuple[tuple[int, ...], ...] = ()
 
@@ -82,11 +69,7 @@ class SlotBackend(ABC):
         return self._cache.batch_nbytes(lengths) + states * sum(lengths)
 
     def use_context(self, positions: int) -> None:
-        """From now on, read sequences of at most this many tokens.
-
-        Raises:
-            UserError: below 2, or longer than what the model reads.
-        """
+        """From now on, read sequences of at most this many tokens."""
         most = self.max_positions
         if positions < 2 or (most is not None and positions > most):
             why = f" ({self.bounded_by})" if self.bounded_by else ""
@@ -103,9 +86,6 @@ class SlotBackend(ABC):
         Args:
             layers: i for the states after layer i, before any final norm, 0 for those before the first one; by default
                 the last hidden states, after the final norm.
-
-        Raises:
-            UserError: there is no such layer.
         """
         wrong = [layer for layer in layers if not 0 <= layer <= self.facts.layers]
         if wrong:
@@ -167,20 +147,13 @@ class SlotBackend(ABC):
         """
 
     def quantized(self, bits: int) -> SlotBackend:
-        """The model with linear weights of 4 or 8 bits, in the same cache.
-
-        Raises:
-            UserError: as `quantizing`.
-        """
+        """The model with linear weights of 4 or 8 bits, in the same cache."""
         *_, made = self.quantizing(bits)
         assert made is not None, "the last step gives the model"
         return made
 
     def rounded(self, bits: int) -> SlotBackend:
         """The model with linear weights of 4 or 8 bits as a target, and an empty cache; this backend is used up.
-
-        Args:
-            bits: of a weight; the output layer always has 8.
 
         Raises:
             UserError: as `quantizing`, or a backend that has no such form.
@@ -194,9 +167,6 @@ class SlotBackend(ABC):
         """From now on, store keys and values in 8 bits (`rounding`): another model, whose sessions take less memory.
 
         Call it before a session is opened.
-
-        Raises:
-            UserError: a backend that has no such form.
         """
         raise UserError(
             f"kv_dtype: expected auto for {self.name} on backend {self.kind} and {self.device.type}, got int8: only "
@@ -209,11 +179,7 @@ class SlotBackend(ABC):
 
     @abstractmethod
     def first_layers(self, layers: int) -> SlotBackend:
-        """The model's first layers, its final norm and its output layer, on the same weights and in the same cache.
-
-        Raises:
-            UserError: the number of layers is out of range, or the model cannot be cut.
-        """
+        """The model's first layers, its final norm and its output layer, on the same weights and in the same cache."""
 
     def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> SlotBackend:  # noqa: ARG002 - of subclasses
         """The model with new weights and an empty cache; this backend must not be used any more.
@@ -234,9 +200,6 @@ class SlotBackend(ABC):
 
         Returns:
             None after each step, and at last the model; the first step only checks.
-
-        Raises:
-            UserError: it has no such form here, or not with this number of bits.
         """
         raise UserError(
             f"{self.name} cannot be quantized to {bits} bits on backend {self.kind}: use backend lean, hf or snapshot"

@@ -38,47 +38,31 @@ Views = tuple[list[Tensor], list[Tensor]]  # keys and values, layer by layer
 
 
 class Stored(NamedTuple):
-    """The buffers of a layer, [slots, heads, capacity, dim].
+    """The buffers of a layer, [slots, heads, capacity, dim]."""
 
-    Attributes:
-        keys, values: numbers, of 8 bits where there are scales.
-        scales: of each position's keys, and behind them of its values: [slots, 2 heads, capacity, 1].
-    """
-
+    # keys, values: numbers, of 8 bits where there are scales
     keys: Tensor
     values: Tensor
-    scales: Tensor | None
+    scales: Tensor | None  # of each position's keys, and behind them of its values: [slots, 2 heads, capacity, 1]
 
 
 class Cells(NamedTuple):
-    """Where the tokens of a forward pass are written, as tensors on the device of a buffer.
-
-    Attributes:
-        rows: slot of each row.
-        slots, positions: of each token, rows after one another.
-        source: index of each among the padded tokens; None where there is no padding.
-    """
+    """Where the tokens of a forward pass are written, as tensors on the device of a buffer."""
 
     rows: Int[Tensor, " rows"]
+    # slots, positions: of each token, rows after one another
     slots: Int[Tensor, " tokens"]
     positions: Int[Tensor, " tokens"]
-    source: Int[Tensor, " tokens"] | None
+    source: Int[Tensor, " tokens"] | None  # index of each among the padded tokens; None where there is no padding
 
 
 @dataclass(frozen=True, eq=False)
 class WritePlan:
-    """The positions that one forward pass writes and reads.
+    """The positions that one forward pass writes and reads."""
 
-    Attributes:
-        slots: slot of each row.
-        bases: first position each row writes.
-        widths: tokens each row writes; rows are padded on the right to the widest.
-        horizon: positions read back, the largest base + width.
-    """
-
-    slots: tuple[int, ...]
-    bases: tuple[int, ...]
-    widths: tuple[int, ...]
+    slots: tuple[int, ...]  # slot of each row
+    bases: tuple[int, ...]  # first position each row writes
+    widths: tuple[int, ...]  # tokens each row writes; rows are padded on the right to the widest
 
     @cached_property
     def ends(self) -> list[int]:
@@ -130,17 +114,11 @@ class SlotCache:
     Args:
         longest: positions that a sequence may have, where that is known.
         rounds: whether keys and values are stored in 8 bits (`rounding`).
-
-    Attributes:
-        rounds: as given.
-        lock: must be held to read, write or grow buffers: C code uses their memory without Python's own lock.
-        pinned: whether buffers shall move as seldom as possible, because programs were recorded with their addresses:
-            the capacity grows by doubling then, and never shrinks.
-        peak: the largest `nbytes` so far; may be set to 0.
     """
 
     def __init__(self, longest: int | None = None, *, rounds: bool = False) -> None:
         self.rounds = rounds
+        # must be held to read, write or grow buffers: C code uses their memory without Python's own lock
         self.lock = threading.RLock()
         self._mapped = -(-min(longest or 0, _MAPPED[1]) // _FIRST_CAPACITY) * _FIRST_CAPACITY
         self._keys: dict[int, Tensor] = {}
@@ -158,8 +136,10 @@ class SlotCache:
         self._views: dict[
             tuple[int, int | None], tuple[object, Views]
         ] = {}  # by first slot and rows, with what they hold for
+        # whether buffers shall move as seldom as possible, because programs were recorded with their addresses: the
+        # capacity grows by doubling then, and never shrinks
         self.pinned = False
-        self.peak = 0
+        self.peak = 0  # the largest `nbytes` so far; may be set to 0
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self).items() if name not in ("lock", "_memory", "_views")}
@@ -419,13 +399,9 @@ class SlotCache:
         return [each[first:end] for each in keys], [each[first:end] for each in values]
 
     def buffers(self, layer: int, heads: int, dim: int, like: Tensor) -> Stored:
-        """A layer's buffers, for callers that follow a write plan themselves.
+        """A layer's buffers, for callers that follow a write plan.
 
-        Args:
-            layer: its number.
-            heads: key heads.
-            dim: of each.
-            like: a tensor of the keys' dtype, where they are not rounded, and on their device.
+        `like` has the dtype of keys where they are not rounded, and is on their device.
         """
         numbers = like.new_empty(0, dtype=torch.int8) if self.rounds else like
         keys, values = (self._fit(store, layer, heads, dim, numbers) for store in (self._keys, self._values))
@@ -469,13 +445,7 @@ class SlotCache:
 
     @torch.inference_mode()
     def gather(self, slot: int, base: int, positions: Sequence[int]) -> None:
-        """Move the entries at `positions` of a slot to base, base + 1, ... in every layer.
-
-        Args:
-            slot: of the sequence.
-            base: the first position to write.
-            positions: ascending, none below `base`.
-        """
+        """Move entries of a slot, ascending and none below `base`, to base, base + 1, ... in every layer."""
         indices: dict[tuple[int, torch.device], Tensor] = {}  # a copy to a device for each layer would take longer
         for buffer in self._buffers_with(slot):
             there = bisect.bisect_left(positions, buffer.shape[2])
@@ -493,8 +463,6 @@ class CacheView:
     and mask are passed explicitly.
 
     Args:
-        cache: the cache.
-        plan: of the pass.
         counts: whether a length is reported all the same, that of the first row: for families that scale attention by a
             position that they count from it. Rows that share a pass must begin at the same position then.
     """

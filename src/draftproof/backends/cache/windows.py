@@ -40,15 +40,10 @@ class Chunk(int):
 
 @dataclass(frozen=True)
 class Windows:
-    """The kinds of mask that a model builds.
+    """The kinds of mask that a model builds."""
 
-    Attributes:
-        kinds: their names in transformers.
-        config: from which the window is read at each pass; None where no mask was seen.
-    """
-
-    kinds: frozenset[str]
-    config: Any = None
+    kinds: frozenset[str]  # their names in transformers
+    config: Any = None  # from which the window is read at each pass; None where no mask was seen
 
     @property
     def foreign(self) -> list[str]:

@@ -27,21 +27,14 @@ from draftproof.backends.cache.slot_cache import SlotCache
 
 
 class HeadNet(ABC):
-    """The network of a head.
+    """The network of a head."""
 
-    Attributes:
-        width: of the states that it makes.
-        layers: whose hidden states of the target it reads, side by side; () for the last ones, after the final norm.
-        ids: the tokens that it can draft, ascending; None for all of the target's.
-        embed: embeddings of tokens.
-        logits: of `ids`, from states after the tokens.
-    """
-
-    width: int
+    width: int  # of the states that it makes
+    # whose hidden states of the target it reads, side by side; () for the last ones, after the final norm
     layers: tuple[int, ...] = ()
-    ids: Int[Tensor, " ids"] | None = None
+    ids: Int[Tensor, " ids"] | None = None  # the tokens that it can draft, ascending; None for all of the target's
     embed: Callable[[Tensor], Tensor]
-    logits: Callable[[Tensor], Tensor]
+    logits: Callable[[Tensor], Tensor]  # of `ids`, from states after the tokens
 
     def fuse(self, states: Float[Tensor, "tokens inner"]) -> Float[Tensor, "tokens dim"]:
         """The target's states in the form and width of the head's own; here they have that already."""
@@ -59,32 +52,30 @@ class HeadNet(ABC):
 
 
 class Above(NamedTuple):
-    """The states before the tokens of a feed: first those of others, then the head's own.
+    """The states before the tokens of a feed: first those of others, then the head's own."""
 
-    Attributes:
-        theirs, own: None where there are none.
-        lead: how many of the first tokens have no state before them.
-        true: how many tokens have a state that is not the head's own, or none.
-    """
-
+    # theirs, own: None where there are none
     theirs: Float[Tensor, "tokens inner"] | None
     own: Float[Tensor, "tokens dim"] | None
-    lead: int
-    true: int
+    lead: int  # how many of the first tokens have no state before them
+    true: int  # how many tokens have a state that is not the head's own, or none
 
 
-class FollowingSession(SlotSession):
+class HeadSession(Session, ABC):
+    """A session of a head."""
+
+    @abstractmethod
+    def rewind(self) -> None:
+        """Begin a round: forget what was drafted, and what was read with states of the head's own making."""
+
+
+class FollowingSession(SlotSession, HeadSession):
     """What a head has read of a sequence: its own keys, values and output states, beside the session of another model.
 
     Args:
-        cache: the head's.
         owner: the session of the same sequence whose states are read: the target's, or that of an earlier head.
-        layers: which of its states.
         back: 1 where the token of slot s stands in slot s of the owner too, so that the state before it is that of slot
             s - 1, and the first token has none; 0 where this session leaves out the owner's first token.
-
-    Attributes:
-        certain: leading slots that were read with the owner's states; the others are read again when those are there.
     """
 
     def __init__(self, cache: SlotCache, owner: Session, layers: tuple[int, ...] = (), back: int = 1) -> None:
@@ -92,6 +83,7 @@ class FollowingSession(SlotSession):
         self.owner = owner
         self.layers = layers
         self.back = back
+        # leading slots that were read with the owner's states; the others are read again when those are there
         self.certain = 0
 
     def _empty(self) -> None:
@@ -103,7 +95,7 @@ class FollowingSession(SlotSession):
         return self.owner.recorded(self.layers)
 
     def rewind(self) -> None:
-        """Forget what was read with states of the head's own making."""
+        """See `HeadSession`."""
         self.certain = min(self.certain, self.stem)
         if self.length > self.certain:
             self.keep(self.certain)
@@ -134,44 +126,57 @@ class FollowingSession(SlotSession):
         )
 
 
-class HeadBackend:
-    """A head over the target it was made for.
+class TargetHead(ABC):
+    """A head over the target it was made for, whose sessions keep the states that it reads, from now on.
 
     Args:
-        target: a backend of a transformers model; its sessions keep the states that are read, from now on.
-        net: the head, on the target's device.
-        name: in errors and reports.
-        back: see `FollowingSession`.
-
-    Attributes:
-        layers: whose hidden states of the target it reads.
-        deepest: largest depth of a draft; None where there is no limit.
+        width: of the states that it makes.
+        layers: whose hidden states of the target it reads; () for the last ones.
+        trees: whether its drafts may branch.
 
     Raises:
         UserError: the target records no such states.
     """
 
-    deepest: int | None = None
+    back = 0  # see `FollowingSession`
+    deepest: int | None = None  # largest depth of a draft; None where there is no limit
 
-    def __init__(self, target: SlotBackend, net: HeadNet, name: str, *, back: int = 1) -> None:
+    def __init__(
+        self, target: SlotBackend, name: str, *, width: int, layers: tuple[int, ...] = (), trees: bool = True
+    ) -> None:
         self.name = name
-        self.net = net
-        self.back = back
-        self.layers = net.layers
+        self.layers = layers
         self.vocab_size = target.vocab_size
         self.device = target.device
         self.max_positions = target.max_positions
-        self.capabilities = Capabilities(trees=target.capabilities.trees, hidden=net.width)
-        self._dtype = target.dtype
-        self._cache = SlotCache(target.max_positions)
-        target.record_states(net.layers)
+        self.capabilities = Capabilities(trees=trees, hidden=width)
+        target.record_states(layers)
 
-    def open(self) -> FollowingSession:
-        """A session without a target's: it can read one token, and continue it one by one."""
+    def open(self) -> HeadSession:
+        """A session without a target's."""
         return self.follow(Session())
 
-    def follow(self, owner: Session) -> FollowingSession:
+    @abstractmethod
+    def follow(self, owner: Session) -> HeadSession:
         """A session that reads what the target's session has read, with its states."""
+
+    @abstractmethod
+    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
+        """Read every feed."""
+
+
+class HeadBackend(TargetHead):
+    """A head whose network is on the target's device; it reads tokens one by one, or a level of drafted ones."""
+
+    def __init__(self, target: SlotBackend, net: HeadNet, name: str, *, back: int = 1) -> None:
+        super().__init__(target, name, width=net.width, layers=net.layers, trees=target.capabilities.trees)
+        self.net = net
+        self.back = back
+        self._dtype = target.dtype
+        self._cache = SlotCache(target.max_positions)
+
+    def follow(self, owner: Session) -> FollowingSession:
+        """See `TargetHead`."""
         return FollowingSession(self._cache, owner, self.net.layers, self.back)
 
     def sequences_nbytes(self, lengths: Sequence[int]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +12,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from draftproof.backends.base import Feed, FeedOutput
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import SlotCache
-from draftproof.backends.heads.base import HeadBackend, HeadNet
+from draftproof.backends.heads.base import FollowingSession, HeadBackend, HeadNet
 from draftproof.backends.heads.feature_net import EPS, FeatureConfig, FeatureNet, rotary
 from draftproof.backends.lean.attention import Pass
 from draftproof.backends.lean.layers import Layer, Norm, in_order
@@ -26,16 +29,7 @@ _KIND = "full_attention"
 
 
 class LeanNet(HeadNet):
-    """A head's network as the lean forward runs a model's layer: the same numbers as `FeatureNet`, in fewer operations.
-
-    Args:
-        net: on its device, in its dtype.
-        target: whose embedding it reads, and whose output layer where it has none.
-        bits: of quantized weights; None for weights of its dtype.
-
-    Raises:
-        UserError: it cannot be quantized here.
-    """
+    """A head's network as the lean forward runs a layer: the same numbers as `FeatureNet`, in fewer operations."""
 
     def __init__(self, net: FeatureNet, target: SlotBackend, bits: int | None = None) -> None:
         config = net.config
@@ -113,11 +107,6 @@ def _angles(config: FeatureConfig, like: Tensor, *, position_ids: Int[Tensor, "1
 class FeatureBackend(HeadBackend):
     """A feature head over the target it was made for.
 
-    Args:
-        target: a backend of a transformers model; its sessions keep their states from now on.
-        net: the head; moved to the target's device and dtype.
-        bits: of quantized weights, 4 or 8. None for weights of its dtype.
-
     Raises:
         UserError: made for a target of another name, width or vocabulary, or it cannot be quantized here.
     """
@@ -130,11 +119,7 @@ class FeatureBackend(HeadBackend):
 
 
 def refuse_other_target(net: FeatureNet, target: SlotBackend) -> None:
-    """Refuse a head that was made for another model.
-
-    Raises:
-        UserError: naming both models, and what differs.
-    """
+    """Refuse a head that was made for another model."""
     config = net.config
     there = (target.capabilities.hidden, target.vocab_size)
     if (config.hidden_size, config.vocab_size) != there:
@@ -147,3 +132,64 @@ def refuse_other_target(net: FeatureNet, target: SlotBackend) -> None:
             f"the feature head was made for {config.target}, and the target is {target.name}: "
             "train one for it with `draftproof train feature-head`"
         )
+
+
+# --- without a target beside it --------------------------------------------------------------------------------------
+
+
+class _Followed(FollowingSession):
+    """A head's session that owns the target's."""
+
+    def close(self) -> None:
+        """Release both slots."""
+        super().close()
+        self.owner.close()
+
+
+class StandaloneHead(FeatureBackend):
+    """A feature head as a model of its own, which reads chains: its target reads the first feed of a session.
+
+    A draft of the head begins at a target's last state. In a session opened here, the first feed is taken as the
+    committed tokens, and all later tokens as drafted ones. So code that reads or samples from a draft model also works
+    with a feature head.
+    """
+
+    def __init__(self, target: SlotBackend, net: FeatureNet) -> None:
+        super().__init__(target, net)
+        self._target = target
+        self.capabilities = replace(self.capabilities, trees=False)
+
+    def open(self) -> FollowingSession:
+        """A session whose draft begins where its first feed ends."""
+        return _Followed(self._cache, self._target.open())
+
+    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
+        """Read every feed: rows for the last chain token of each, and for the nodes of a chain below it.
+
+        Raises:
+            ValueError: nothing to read, or a tree that branches.
+        """
+        if any(feed.tree is not None and not feed.tree.is_chain for feed in feeds):
+            raise ValueError("a feature head that reads by itself reads chains only")
+        self._begin([feed for feed in feeds if not feed.session.length])
+        found = [[output] for output in super().forward([replace(feed, tree=None) for feed in feeds], hidden=hidden)]
+        drafted = [() if feed.tree is None else feed.tree.ids for feed in feeds]
+        for place in range(max(map(len, drafted), default=0)):
+            active = [row for row, tokens in enumerate(drafted) if place < len(tokens)]
+            read = super().forward([Feed(feeds[row].session, [drafted[row][place]]) for row in active], hidden=hidden)
+            for row, output in zip(active, read, strict=True):
+                found[row].append(output)
+        return [_joined(parts) for parts in found]
+
+    def _begin(self, feeds: Sequence[Feed]) -> None:
+        """Let the target read the first tokens of new sessions, except the last one, which the head reads."""
+        sessions = [feed.session for feed in feeds if len(feed.tokens) > 1 and isinstance(feed.session, _Followed)]
+        parts = [feed.tokens[:-1] for feed in feeds if len(feed.tokens) > 1]
+        if sessions:
+            self._target.forward([Feed(each.owner, part) for each, part in zip(sessions, parts, strict=True)])
+
+
+def _joined(parts: Sequence[FeedOutput]) -> FeedOutput:
+    states = [part.hidden for part in parts if part.hidden is not None]
+    logits = torch.cat([part.logits for part in parts])
+    return FeedOutput(logits, torch.cat(states) if states else None, parts[0].ids)

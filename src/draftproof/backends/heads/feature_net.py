@@ -28,28 +28,18 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # rotated queries, keys and
 
 @dataclass(frozen=True)
 class FeatureConfig:
-    """The shape of a feature head, and its target.
-
-    Attributes:
-        target: name of the target, for errors.
-        hidden_size, vocab_size: the target's.
-        heads, key_heads: of the attention; key_heads divides heads, heads divides hidden_size.
-        inner_size: width of the gated feed-forward part.
-        ids: number of tokens it can draft; others have probability 0, which lowers acceptance and not exactness.
-        own_output: whether it has an output layer of its own instead of these rows of the target's.
-        window: number of last tokens it attends to.
-        rope_theta: base of the rotary embedding.
-    """
+    """The shape of a feature head, and its target."""
 
     target: str
     hidden_size: int
     vocab_size: int
+    # heads, key_heads: of the attention; key_heads divides heads, heads divides hidden_size
     heads: int
     key_heads: int
     inner_size: int
-    ids: int
-    own_output: bool = False
-    window: int = 256
+    ids: int  # number of tokens it can draft; others have probability 0, which lowers acceptance and not exactness
+    own_output: bool = False  # whether it has an output layer of its own instead of these rows of the target's
+    window: int = 256  # number of last tokens it attends to
     rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:
@@ -67,11 +57,7 @@ class FeatureConfig:
 
 
 class FeatureNet(nn.Module):
-    """One Llama-shaped layer between two normalised inputs and a normalised output.
-
-    Args:
-        config: its shape.
-    """
+    """One Llama-shaped layer between two normalised inputs and a normalised output."""
 
     ids: Int[Tensor, " ids"]
     first_place = 0  # it reads the first token of a text too, with zeros before it
@@ -98,13 +84,10 @@ class FeatureNet(nn.Module):
         rotary: tuple[Tensor, Tensor],
         attend: Attend,
     ) -> Float[Tensor, "rows width dim"]:
-        """The predicted target states at the tokens.
+        """The predicted target states at the tokens, from those before them.
 
-        Args:
-            states: the target's state before each token, or its prediction.
-            embedded: the target's embedding of each token.
-            rotary: returned by `rotary` for each token's position.
-            attend: attention over this pass's rotated queries, keys and values, and over any cache.
+        `rotary` are angles of the tokens' positions. `attend` reads this pass's rotated queries, keys and values, and
+        any cache.
         """
         x = self.fuse(torch.cat([self._norm(0, states), self._norm(1, embedded)], -1))
         h = self._norm(2, x)

@@ -20,18 +20,9 @@ from draftproof.errors import UserError, reason
 
 
 class SelfDraftBackend(SlotBackend):
-    """A smaller form of a model, which reads and writes the whole model's cache.
+    """A smaller form of a model, which reads and writes the whole model's cache."""
 
-    Args:
-        whole: the backend of the whole model.
-        part: the smaller form, over the same cache.
-        name: how errors and reports call it.
-
-    Attributes:
-        stationary: whether its probabilities after a text are the same in every round.
-    """
-
-    stationary = True
+    stationary = True  # whether its probabilities after a text are the same in every round
 
     def __init__(self, whole: SlotBackend, part: SlotBackend, name: str) -> None:
         super().__init__(whole.facts, cache=whole.cache)
@@ -71,10 +62,6 @@ class SelfDraftBackend(SlotBackend):
 class EarlyExitBackend(SelfDraftBackend):
     """The first `layers` layers of a backend's model, followed by its own final norm and output layer.
 
-    Args:
-        whole: the backend of the whole model; weights and cache are shared with it.
-        layers: how many of its layers, 1 to one less than all.
-
     Raises:
         UserError: a number out of range, or the model's first layers do not work on their own.
     """
@@ -95,14 +82,6 @@ class QuantizedBackend(SelfDraftBackend):
 
     Inside a draft it reads keys that its own layers wrote. In the next round the accepted tokens have the target's
     keys, and after the same text it has other probabilities. That matters only to rules that remember earlier rounds.
-
-    Args:
-        whole: the backend of the whole model; the cache is shared with it, and all other weights.
-        bits: 4 or 8.
-        part: the quantized model, where it is made already (`SlotBackend.quantizing`).
-
-    Raises:
-        UserError: another number of bits, or a model that has no quantized form here.
     """
 
     stationary = False

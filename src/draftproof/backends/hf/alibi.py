@@ -86,11 +86,7 @@ _FOLLOWING = {_MASK: _from_mask, _HEADS: _from_table}
 
 
 class _BiasesOfRows:
-    """Biases of each row's own keys, in place of one table for all rows that attention cuts to the keys' number.
-
-    Args:
-        biases: [rows, heads, 1, keys].
-    """
+    """Biases of each row's own keys, in place of one table for all rows that attention cuts to the keys' number."""
 
     def __init__(self, biases: Tensor) -> None:
         self._biases = biases

@@ -38,9 +38,7 @@ class HFBackend(SlotBackend):
 
     Args:
         model: in eval mode, weights in place.
-        name: its name in errors and reports.
         check: compare it with the model's plain forward pass now (`Probe`); costs a few short passes.
-        cache: see `SlotBackend`.
 
     Raises:
         UserError: the model cannot roll back, or its rows differ from those of its plain pass.
@@ -176,7 +174,6 @@ class HFBackend(SlotBackend):
             handle.remove()
 
     def _inputs(self, layout: Layout, view: CacheView) -> dict[str, Any]:
-        """What the forward pass takes beside the tokens."""
         return {"attention_mask": self._masks(layout), "position_ids": layout.positions, self._cache_name: view}
 
     def _masks(self, layout: Layout) -> Tensor | dict[str, Tensor | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Float, Int
@@ -29,15 +29,10 @@ _OF_GENERATE = {"synced_gpus", "streamer"}  # arguments of the loop, not of the 
 
 @dataclass
 class _Kept:
-    """What transformers keeps of a sequence between two steps.
+    """What transformers keeps of a sequence between two steps."""
 
-    Attributes:
-        options: the arguments of the model's next call, with its cache.
-        length: tokens that were read.
-    """
-
-    options: dict[str, Any]
-    length: int
+    options: dict[str, Any]  # the arguments of the model's next call, with its cache
+    length: int  # tokens that were read
 
 
 class PlainSession(SlotSession):
@@ -67,17 +62,7 @@ class PlainSession(SlotSession):
 
 
 class PlainBackend(SlotBackend):
-    """A transformers causal LM that is decoded plainly, as its own `generate` does.
-
-    Args:
-        model: in eval mode, weights in place.
-        name: its name in errors and reports.
-        check: compare it with `model.generate` now, for a few tokens.
-        because: why it cannot be drafted for.
-
-    Raises:
-        UserError: transformers cannot generate from it either, or something else.
-    """
+    """A transformers causal LM that is decoded plainly, as its own `generate` does."""
 
     kind = "generate"
 
@@ -117,7 +102,6 @@ class PlainBackend(SlotBackend):
             raise ValueError(f"{self.name} is decoded plainly: it reads no drafts")
 
     def _read(self, feed: Feed) -> Float[Tensor, " vocab"]:
-        """The row after a feed."""
         session = feed.session
         assert isinstance(session, PlainSession), "sessions were checked before"
         tokens = feed.tokens.tolist() if isinstance(feed.tokens, Tensor) else list(feed.tokens)
@@ -136,7 +120,6 @@ class PlainBackend(SlotBackend):
         return row
 
     def _first(self, ids: Int[Tensor, "1 tokens"]) -> tuple[Float[Tensor, " vocab"], dict[str, Any]]:
-        """Read a prompt."""
         options = self._prepared(ids)
         caches = (options.get(name) for name in cache_names() if name != "cache_params")
         width = ids.shape[1] if any(cache is not None for cache in caches) else None
@@ -145,7 +128,6 @@ class PlainBackend(SlotBackend):
     def _next(
         self, ids: Int[Tensor, "1 tokens"], options: dict[str, Any]
     ) -> tuple[Float[Tensor, " vocab"], dict[str, Any]]:
-        """Read one more token."""
         return self._call(ids, 1 if options.get("use_cache") else None, options)
 
     def _prepared(self, ids: Int[Tensor, "1 tokens"]) -> dict[str, Any]:
@@ -184,11 +166,7 @@ class PlainBackend(SlotBackend):
 
     @torch.inference_mode()
     def _check_generation(self) -> None:
-        """Compare some rows with those of `model.generate`, before and after everything was forgotten.
-
-        Raises:
-            UserError: they differ, or there are none.
-        """
+        """Compare some rows with those of `model.generate`, before and after everything was forgotten."""
         from transformers import GenerationConfig
 
         ids = torch.linspace(1, self.vocab_size - 1, _PROMPT, device=self.device).long().tolist()
@@ -237,28 +215,16 @@ class PlainBackend(SlotBackend):
         raise NotImplementedError("rows of a plain backend are read one by one")
 
     def record_states(self, layers: Sequence[int] = ()) -> None:  # noqa: ARG002
-        """Refused: see Raises.
-
-        Raises:
-            UserError: always.
-        """
-        raise UserError(self._refusal())
+        """Refused."""
+        self._refuse()
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:  # noqa: ARG002
-        """Refused: see Raises.
-
-        Raises:
-            UserError: always.
-        """
-        raise UserError(self._refusal())
+        """Refused."""
+        self._refuse()
 
     def first_layers(self, layers: int) -> SlotBackend:  # noqa: ARG002
-        """Refused: see Raises.
+        """Refused."""
+        self._refuse()
 
-        Raises:
-            UserError: always.
-        """
-        raise UserError(self._refusal())
-
-    def _refusal(self) -> str:
-        return f"{self.name} cannot draft for itself, and is decoded plainly: {self.because}"
+    def _refuse(self) -> NoReturn:
+        raise UserError(f"{self.name} cannot draft for itself, and is decoded plainly: {self.because}")

@@ -28,12 +28,7 @@ LENGTH = "original_max_position_embeddings"
 
 @dataclass(frozen=True)
 class _Forced:
-    """The factors of the passes that are computed at the moment.
-
-    Attributes:
-        length: past which they change.
-        long: whether they are those beyond it.
-    """
+    """The factors of the passes that are computed at the moment."""
 
     length: int
     long: bool
@@ -90,11 +85,7 @@ def _forcing(forced: _Forced) -> Iterator[None]:
 
 
 class Switch:
-    """The passes of a model with two sets of rotary factors.
-
-    Args:
-        config: of its rotary embedding.
-    """
+    """The passes of a model with two sets of rotary factors."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -105,13 +96,7 @@ class Switch:
         return int(self._config.rope_parameters[LENGTH])
 
     def forward(self, feeds: Sequence[Feed], run: Forward, open_session: Callable[[], Session]) -> list[FeedOutput]:
-        """Read every feed with the factors of its length.
-
-        Args:
-            feeds: as of `Backend.forward`.
-            run: reads feeds, all with the same factors.
-            open_session: a fresh session, for nodes past the length below a root that is not.
-        """
+        """Read every feed by `run` with the factors of its length, nodes past the length in a session of their own."""
         outputs: dict[int, FeedOutput] = {}
         kinds = [self._is_long(feed) for feed in feeds]
         deeper = [
@@ -184,7 +169,6 @@ def _last(output: FeedOutput, rows: int) -> FeedOutput:
 
 
 def _replaced(output: FeedOutput, rows: list[int], other: FeedOutput) -> FeedOutput:
-    """An output with some rows of another."""
     logits, hidden = output.logits.clone(), output.hidden
     logits[rows] = other.logits[rows]
     if hidden is not None and other.hidden is not None:

@@ -35,9 +35,6 @@ def natively(model: Any) -> Any:
 
     Left as they are: models with hooks of accelerate's, adapters or quantized weights, or with a part that is not on
     the CPU; layers with hooks before them; and experts whose outputs differ from those of their own forward.
-
-    Args:
-        model: a transformers causal LM, in eval mode.
     """
     if not _may_be_copied(model):
         return model
@@ -121,7 +118,6 @@ class _NativeLinear(nn.Module):
     bias: Any
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
-        """The layer's outputs."""
         operations = _few(x, self.weight, MOST_ROWS)
         if operations is None:
             made: Tensor = super().forward(x)
@@ -217,11 +213,9 @@ class _NativeExperts(nn.Module):
 
     @property
     def name_of_first(self) -> str:
-        """The name of the parameter that each expert multiplies first."""
         return "gate_up_proj" if self.has_gate else "up_proj"
 
     def matrices(self, name: str) -> Float[Tensor, "experts out in"]:
-        """The weights of that name."""
         weight: Tensor = getattr(self, name).detach()
         return weight.transpose(1, 2) if self.is_transposed else weight
 
@@ -236,12 +230,7 @@ class _NativeExperts(nn.Module):
 
 
 def quantizing_experts(module: Any, bits: int) -> Generator[None, None, Any]:
-    """A copy of a module of experts with quantized weights, made in steps: None after each step; returns the copy.
-
-    Args:
-        module: as `native_experts` returns it.
-        bits: of a weight.
-    """
+    """A copy of a module of experts with quantized weights, made in steps: None after each step; returns the copy."""
     quantized = {}
     for name in (module.name_of_first, "down_proj"):
         weight = module.matrices(name)
@@ -261,11 +250,7 @@ def quantizing_experts(module: Any, bits: int) -> Generator[None, None, Any]:
 
 
 class QuantizedExperts(_NativeExperts):
-    """Experts whose weights are quantized.
-
-    Attributes:
-        quantized: the weights of all experts, by the name of the parameter.
-    """
+    """Experts whose weights are quantized."""
 
     quantized: dict[str, Quantized]
 

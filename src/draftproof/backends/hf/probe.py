@@ -56,12 +56,7 @@ class Checked(Backend, Protocol):
 
 @dataclass(frozen=True)
 class Limit:
-    """A length past which a family may compute something else.
-
-    Attributes:
-        name: of the config's field.
-        value: the length.
-    """
+    """A length past which a family may compute something else."""
 
     name: str
     value: int
@@ -125,22 +120,17 @@ def limits_of(model: Any) -> list[Limit]:
 
 @dataclass(frozen=True, eq=False)
 class Scenario:
-    """Tokens to read, and the logits that the unchanged model computes for them.
+    """Tokens to read, and the logits that the unchanged model computes for them."""
 
-    Attributes:
-        tokens, other: two sequences; the second is short.
-        rows, other_rows: the model's logits after each token.
-        limit: the limit that the tokens exceed; None for the check of every model.
-        lowered: the limit's value during the check; None where it is not changed.
-        stepped: in place of `rows`, by the number of tokens that are read in one pass before the others.
-    """
-
+    # tokens, other: two sequences; the second is short
     tokens: list[int]
     other: list[int]
+    # rows, other_rows: the model's logits after each token
     rows: Float[Tensor, "tokens vocab"]
     other_rows: Float[Tensor, "other vocab"]
-    limit: Limit | None = None
-    lowered: int | None = None
+    limit: Limit | None = None  # the limit that the tokens exceed; None for the check of every model
+    lowered: int | None = None  # the limit's value during the check; None where it is not changed
+    # in place of `rows`, by the number of tokens that are read in one pass before the others
     stepped: Mapping[int, Float[Tensor, "tokens vocab"]] = field(default_factory=dict)
 
     def after(self, first: int) -> Float[Tensor, "tokens vocab"]:
@@ -152,15 +142,10 @@ class Probe:
     """The logits of an unchanged model, made before a backend converts it; `check` compares the backend with them.
 
     Args:
-        model: a transformers causal LM, in eval mode.
-        name: its name in errors.
         recurrent: whether layers with a recurrent state can be read.
         stepped: whether transformers' own generation, token by token after a prompt, is what to compare with: for
             families whose code computes other numbers for one token than for several.
         rounded: whether inputs of products are rounded to 8 bits, which makes differences of the last digits larger.
-
-    Attributes:
-        windows: the kinds of attention mask that the model builds.
 
     Raises:
         UserError: its logits are not finite.
@@ -177,7 +162,7 @@ class Probe:
         self._rounded = rounded
         self._models = [model]  # whose limits are lowered together
         try:
-            self.windows: Windows = windows_of(model)
+            self.windows: Windows = windows_of(model)  # the kinds of attention mask that the model builds
         except Exception as cause:
             raise UndraftableError(
                 f"{name} ({type(model).__name__}) cannot read two tokens: {reason(cause)}"
@@ -280,7 +265,6 @@ class Probe:
         return limit.name in self._source() or masks.get(limit.name) in self.windows.kinds
 
     def _rotary_kinds(self) -> list[str]:
-        """Types of the model's rotary embeddings."""
         kinds = [getattr(module, "rope_type", None) for module in self._model.modules()]
         return [name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind]) if name]
 
@@ -295,10 +279,8 @@ class Probe:
     def check(self, backend: Checked, twin: Any = None, *, beyond: bool = True) -> None:
         """Compare a backend with the model, and set what it can do: trees, ragged batches, number of positions.
 
-        Args:
-            backend: what reads.
-            twin: a copy of the model with modules of its own, if that is what the backend calls.
-            beyond: whether it may be right only below a limit, and then be used up to that.
+        With `beyond`, it may be right only below a limit, and is used up to that. `twin` is the copy of the model that
+        it calls, if it calls one.
 
         Raises:
             UndraftableError: it does not compute what the model computes.

@@ -37,8 +37,6 @@ class QuantizedLinear(nn.Module):
 
     Args:
         weight: of the layer; still shown as its weight, for modules that look at it.
-        bias: if there is one.
-        bits: of a quantized weight.
         output: whether it is the model's output layer (`Product.quantized_output`).
         inputs: what is known of its inputs; by default the errors of all weights count alike.
     """
@@ -77,15 +75,8 @@ def quantizing(
 ) -> Iterator[Any]:
     """A copy of a model with quantized linear layers and experts, made in steps: None after each, and at last the copy.
 
-    Experts are quantized where they are native (`native_modules`), and shared elsewhere.
-
-    Args:
-        model: a transformers causal LM, in eval mode.
-        bits: of a weight.
-        name: the model's, for errors.
-        write: lets a form of the model that measures its inputs write a text, in steps (`calibration.write`); without
-            it all errors of weights count alike.
-        kept: whether what is measured of inputs is kept in files (`kept_inputs.measure`).
+    Experts are quantized where they are native (`native_modules`), and shared elsewhere. `write` lets a form of the
+    model that measures its inputs write a text (`calibration.write`); without it all errors of weights count alike.
 
     Raises:
         UserError: another number of bits, weights that are quantized already or spread over devices, layers for which

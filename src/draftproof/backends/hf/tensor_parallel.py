@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -43,28 +44,15 @@ Change = tuple[str, tuple[Any, ...]]  # a method of a slot cache, and its argume
 
 @dataclass(frozen=True)
 class Load:
-    """A model that all processes load.
-
-    Attributes:
-        source, options: arguments of `load_backend`.
-    """
+    """A model that all processes load."""
 
     source: str
-    options: Mapping[str, Any]
+    options: Any  # as of `load_backend`
 
 
 @dataclass(frozen=True)
 class Row:
-    """A feed without its session.
-
-    Attributes:
-        slot: of its session.
-        length: slots that the session has in use.
-        tail: parents of the nodes at their end.
-        chain: tokens.
-        nodes: tokens of the tree below them; None without one.
-        parents, known: of the tree.
-    """
+    """A feed without its session."""
 
     slot: int
     length: int
@@ -104,39 +92,26 @@ class _Followed(SlotSession):
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass.
-
-    Attributes:
-        backend: number of the model among those that were loaded.
-        changes: of each model's slots since the last pass.
-        rows: what is read.
-    """
+    """A forward pass."""
 
     backend: int
-    changes: Sequence[tuple[int, Change]]
+    changes: Sequence[tuple[int, Change]]  # of each model's slots since the last pass
     rows: Sequence[Row]
 
 
 @dataclass
 class Group:
-    """The processes that share models.
-
-    Attributes:
-        size: number of processes.
-        rank: of this one.
-        backends: models in the order in which they were loaded.
-        changes: of slots since the last pass, by number of the model.
-        lock: held while a pass is computed: passes of several models take turns.
-        lost: why it cannot be used any more.
-    """
+    """The processes that share models."""
 
     size: int
     rank: int
     control: Any
-    backends: list[ParallelBackend] = field(default_factory=list)
+    backends: list[ParallelBackend] = field(default_factory=list)  # models in the order in which they were loaded
+    # of slots since the last pass, by number of the model
     changes: list[tuple[int, Change]] = field(default_factory=list)
+    # held while a pass is computed: passes of several models take turns
     lock: threading.RLock = field(default_factory=threading.RLock)
-    lost: str = ""
+    lost: str = ""  # why it cannot be used any more
 
     @property
     def leads(self) -> bool:
@@ -147,17 +122,8 @@ class Group:
         """Tell the other processes what to do; None ends them."""
         torch.distributed.broadcast_object_list([message], src=0, group=self.control)
 
-    def load(self, source: str, options: Mapping[str, Any], load: Callable[..., Any]) -> ParallelBackend:
-        """Load a model together.
-
-        Args:
-            source: as of `load_backend`.
-            options: of `load`.
-            load: loads this process's part of a model.
-
-        Raises:
-            UserError: it cannot be loaded.
-        """
+    def load(self, source: str, options: Any, load: Callable[..., Any]) -> ParallelBackend:
+        """Load a model together."""
         with self.lock, self._whole():
             self.send(Load(source, options))
             said = self._load(load, source, options)
@@ -165,7 +131,7 @@ class Group:
             raise UserError(said)
         return self.backends[-1]
 
-    def _load(self, load: Callable[..., Any], source: str, options: Mapping[str, Any]) -> str:
+    def _load(self, load: Callable[..., Any], source: str, options: Any) -> str:
         """Load this process's part; returns the first error that some process has."""
         made: list[Any] = []
 
@@ -176,7 +142,7 @@ class Group:
                 return self._first(str(error))
             return self._first("")
 
-        said = attempt(lambda: load(source, **options))
+        said = attempt(lambda: load(source, options))
         if not said:  # all check the model at once, as its passes need all of them
             said = attempt(lambda: ParallelBackend(made[0], self, name=source))
         if not said:
@@ -184,7 +150,6 @@ class Group:
         return said
 
     def _first(self, said: str) -> str:
-        """The first of what the processes say."""
         every: list[str] = [""] * self.size
         torch.distributed.all_gather_object(every, said, group=self.control)
         return next(filter(None, every), "")
@@ -218,9 +183,6 @@ class Group:
 
     def follow(self, load: Callable[..., Any]) -> None:
         """Do what process 0 says, until it ends.
-
-        Args:
-            load: loads this process's part of a model.
 
         Raises:
             SystemExit: process 0 has ended without a word; the launcher says so.
@@ -287,9 +249,6 @@ def is_launched() -> bool:
 def join(size: int) -> Group:
     """This process's place among those that the launcher started.
 
-    Args:
-        size: their number.
-
     Raises:
         UserError: they were not started, or there are more or fewer of them.
     """
@@ -334,16 +293,7 @@ def _device() -> torch.device:
 
 
 def refuse_indivisible(config: Any, size: int, name: str) -> None:
-    """Refuse a model that transformers cannot divide among so many processes.
-
-    Args:
-        config: the model's.
-        size: number of processes.
-        name: the model's.
-
-    Raises:
-        UserError: it has no plan, or heads that are no multiple of the number.
-    """
+    """Refuse a model that transformers cannot divide among so many processes."""
     text = config.get_text_config()
     if not getattr(text, "base_model_tp_plan", None):
         raise UserError(
@@ -362,55 +312,24 @@ def refuse_indivisible(config: Any, size: int, name: str) -> None:
 
 
 class ParallelCache(SlotCache):
-    """The slot cache of one process's heads; what happens to slots between passes is noted for the others.
-
-    Args:
-        note: called with each change, once it is made.
-    """
+    """The slot cache of one process's heads; what happens to slots between passes is noted for the others."""
 
     def __init__(self, note: Callable[[Change], None]) -> None:
         super().__init__()
         self._note_change = note
+        for name in ("acquire", "release", "trim", "copy", "gather"):
+            setattr(self, name, partial(self._changed, name, getattr(self, name)))
 
-    def acquire(self) -> int:
-        """See SlotCache."""
-        slot = super().acquire()
-        self._note_change(("acquire", ()))
-        return slot
-
-    def release(self, slot: int) -> None:
-        """See SlotCache."""
-        super().release(slot)
-        self._note_change(("release", (slot,)))
-
-    def trim(self, slot: int, length: int) -> None:
-        """See SlotCache."""
-        super().trim(slot, length)
-        self._note_change(("trim", (slot, length)))
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        """See SlotCache."""
-        super().copy(source, target, length)
-        self._note_change(("copy", (source, target, length)))
-
-    def gather(self, slot: int, base: int, positions: Sequence[int]) -> None:
-        """See SlotCache."""
-        super().gather(slot, base, positions)
-        self._note_change(("gather", (slot, base, tuple(positions))))
+    def _changed(self, name: str, change: Callable[..., Any], *arguments: Any) -> Any:
+        made = change(*arguments)
+        self._note_change((name, arguments))
+        return made
 
 
 class ParallelBackend(HFBackend):
     """One process's part of a transformers model, which computes passes together with the other parts.
 
     Drafters that read the target's own weights or states are refused: they would need passes of their own.
-
-    Args:
-        model: loaded with `distributed_config`.
-        group: the processes.
-        name: its name in errors and reports.
-
-    Raises:
-        UserError: see HFBackend.
     """
 
     whole_keys = False

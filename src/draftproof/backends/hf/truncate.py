@@ -13,13 +13,8 @@ from draftproof.errors import UserError
 def first_layers(model: Any, layers: int, name: str) -> Any:
     """A model with the first decoder layers of another one, sharing every weight.
 
-    Args:
-        model: a transformers causal LM.
-        layers: how many to keep, 1 to one less than all.
-        name: the model's name in errors.
-
     Raises:
-        UserError: a number out of range, or the model's layers are not found.
+        UserError: not 1 to one less than all layers, or the model's layers are not found.
     """
     total = int(model.config.get_text_config().num_hidden_layers)
     if not 1 <= layers < total:

@@ -20,12 +20,12 @@ from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.cache.windows import windows_of
 from draftproof.backends.hf.probe import Probe
-from draftproof.backends.lean.checkpoint import Architecture
+from draftproof.backends.lean.checkpoint import Architecture, StateWeights
 from draftproof.backends.lean.layers import Lean
 from draftproof.backends.lean.native_layers import NativeLayers
 from draftproof.backends.lean.traits import Traits, UnreadError, is_hooked, is_stock, seen_traits, traits_of
 from draftproof.backends.model_info import ModelInfo
-from draftproof.backends.new_weights import EMBEDDING, HEAD, StateWeights, refuse_misfits, state_of
+from draftproof.backends.new_weights import EMBEDDING, HEAD, refuse_misfits, state_of
 from draftproof.backends.products.calibration import InputStatistics, write
 from draftproof.errors import UserError
 from draftproof.native.tensors import BITS
@@ -34,11 +34,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def supports(model: Any) -> str | None:
-    """Why a model has no lean forward; None when it has one.
-
-    Args:
-        model: a transformers causal LM.
-    """
+    """Why a model has no lean forward; None when it has one."""
     try:
         if (why := _why_altered(model)) is None:
             seen_traits(model)
@@ -65,15 +61,7 @@ def _why_altered(model: nn.Module) -> str | None:
 
 
 def readable_traits(model: Any, name: str) -> Traits:
-    """How the lean forward reads a model.
-
-    Args:
-        model: in eval mode.
-        name: for errors.
-
-    Raises:
-        UserError: it does not.
-    """
+    """How the lean forward reads a model."""
     try:
         why, traits = _why_altered(model), None
         if why is None:
@@ -86,13 +74,7 @@ def readable_traits(model: Any, name: str) -> Traits:
 
 
 class LeanForward(SlotBackend):
-    """A model read by the lean forward.
-
-    Args:
-        facts: of the model.
-        lean: its forward pass, with its weights.
-        cache: as `SlotBackend` has it.
-    """
+    """A model read by the lean forward."""
 
     kind = "lean"
 
@@ -203,12 +185,8 @@ class LeanBackend(LeanForward):
 
     Args:
         model: in eval mode, weights in place; its linear weights move into the backend.
-        name: how errors and reports call it.
         check: compare it with transformers' own forward pass now, whose rows are computed before anything moves.
         pack: whether to pack weights for the CPU.
-
-    Attributes:
-        probe: what was compared, where it was.
 
     Raises:
         UserError: no lean forward for this model, or its rows are not those of transformers' own.
@@ -219,14 +197,10 @@ class LeanBackend(LeanForward):
         self.model = model.eval()
         traits = readable_traits(model, facts.name)
         self.config = model.config
-        self.probe = Probe(model, facts.name) if check else None
+        self.probe = Probe(model, facts.name) if check else None  # what was compared, where it was
         self.windows = windows_of(model) if self.probe is None else self.probe.windows
         model.requires_grad_(requires_grad=False)
         kinds = getattr(model.config, "layer_types", None)
         super().__init__(facts, Lean(model, self.windows, traits, kinds, pack=pack))
         if self.probe is not None:
-            self._get_ready()
             self.probe.check(self, beyond=False)
-
-    def _get_ready(self) -> None:
-        """Called before the first pass."""

@@ -7,11 +7,12 @@ forward before (`Architecture.of`).
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -24,35 +25,25 @@ from draftproof.backends.lean.traits import Traits
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-@runtime_checkable
-class TensorsByName(Protocol):
+class TensorsByName(ABC):
     """Where the weights of a model come from."""
 
+    @abstractmethod
     def __contains__(self, name: str) -> bool: ...
 
-    def __getitem__(self, name: str) -> Tensor:
+    @abstractmethod
+    def __getitem__(self, name: str) -> Any:
         """The tensor, in the dtype and on the device where it is used."""
-        ...
 
-    def optional(self, name: str) -> Tensor | None:
+    def optional(self, name: str) -> Any:
         """The tensor, if it is there."""
-        ...
+        found = name in self
+        return self[name] if found else None
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the lean forward needs of a model besides its weights.
-
-    Attributes:
-        layers: number of decoder layers.
-        heads, key_heads, head_dim: of every layer.
-        scaling: of the products of queries and keys.
-        eps: of every norm.
-        traits: how its layers are read.
-        kinds: the kinds of attention mask.
-        window: of those with a window.
-        layer_kinds: the kind of each layer; None where all have one.
-    """
+    """What the lean forward needs of a model besides its weights."""
 
     layers: int
     heads: int
@@ -89,44 +80,23 @@ class Architecture:
 
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> Architecture:
-        """From its fields as JSON has them.
-
-        Raises:
-            TypeError: other fields.
-        """
+        """From its fields as JSON has them."""
         made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
         return cls(**{**made, "traits": Traits.read(row["traits"])})
 
     def lean(self, folder: Path, dtype: torch.dtype, device: torch.device) -> Lean:
-        """The lean forward over the weights in a directory.
-
-        Args:
-            folder: of a checkpoint with safetensors files.
-            dtype: of the weights in use.
-            device: where they are read to.
-
-        Raises:
-            KeyError: a tensor is missing.
-            OSError, safetensors.SafetensorError: a file that is none, or damaged.
-        """
+        """The lean forward over the weights in a directory."""
         return self.lean_from(Weights(folder, dtype, device))
 
     def lean_from(self, weights: TensorsByName) -> Lean:
-        """The lean forward over tensors from elsewhere.
-
-        Raises:
-            KeyError: a tensor is missing.
-        """
+        """The lean forward over tensors from elsewhere."""
         windows = Windows(frozenset(self.kinds), SimpleNamespace(sliding_window=self.window))
         return Lean(self._parts(weights), windows, self.traits, self.layer_kinds)
 
     def shapes(self, weights: Mapping[str, Any], hidden: int, vocab: int) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor that these weights must hold: which layers have biases and norms, they say.
+        """The shape of every tensor that these weights must hold.
 
-        Args:
-            weights: what has a shape, by name; the width of the layers in between is read off them.
-            hidden: width of a hidden state.
-            vocab: tokens of the vocabulary.
+        Which layers have biases and norms, and how wide they are in between, is read off the weights.
         """
         traits = self.traits
         queries, keys = self.heads * self.head_dim, self.key_heads * self.head_dim
@@ -221,14 +191,8 @@ def _linear(weights: TensorsByName, name: str) -> SimpleNamespace:
     return SimpleNamespace(weight=weight, bias=bias, out_features=len(weight))
 
 
-class Weights:
-    """The tensors of a checkpoint by name, each read when it is asked for.
-
-    Args:
-        folder: with one safetensors file, or several and their index.
-        dtype: that they are converted to.
-        device: that they are read to.
-    """
+class Weights(TensorsByName):
+    """The tensors of a checkpoint by name, each read when it is asked for and converted to a dtype."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
@@ -238,16 +202,25 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def optional(self, name: str) -> Tensor | None:
-        """The tensor, if it is there."""
-        if name not in self:
-            return None
-        return self[name]
-
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Any:
         """A copy of the tensor, so that it does not change with its file."""
-        found: Tensor = self._files[name].get_tensor(name)
-        return found.to(self._dtype, copy=True)
+        return self._files[name].get_tensor(name).to(self._dtype, copy=True)
+
+
+class StateWeights(TensorsByName):
+    """Tensors of a state dict, each converted to a dtype and moved to a device when it is asked for."""
+
+    def __init__(self, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        self._state = state
+        self._dtype = dtype
+        self._device = device
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._state
+
+    def __getitem__(self, name: str) -> Any:
+        """A copy of the tensor, so that it does not change with the module it comes from."""
+        return self._state[name].detach().to(self._device, self._dtype, copy=True)
 
 
 def weight_files(folder: Path) -> list[Path]:

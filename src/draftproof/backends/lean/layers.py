@@ -50,9 +50,6 @@ class Lean:
     Args:
         model: a transformers model that `lean.supports` supports, or parts of the same names (`checkpoint`).
         windows: the kinds of attention mask that it builds.
-        traits: how its layers are read, with angles.
-        layer_kinds: the kind of each layer, where there are several.
-        pack: whether to pack weights for the CPU.
     """
 
     def __init__(
@@ -126,12 +123,8 @@ class Lean:
     ) -> Iterator[Lean | None]:
         """The same with quantized weights, made in steps: None after each step, and at last the result.
 
-        Args:
-            bits: of a weight.
-            name: the model's, for errors.
-            write: lets a form of the model that measures its inputs write a text, in steps (`calibration.write`).
-            kept: whether what is measured of inputs is kept in files (`kept_inputs.measure`).
-            head_bits: of the output layer; by default it has what is enough for a draft (`Product.quantized_output`).
+        `write` lets a form of the model that measures its inputs write a text (`calibration.write`). By default the
+        output layer has as many bits as are enough for a draft (`Product.quantized_output`).
 
         Raises:
             UserError: another number of bits, or layers that are not native; before the first step.
@@ -236,12 +229,7 @@ class Lean:
 
 
 class Embedding:
-    """Rows of a table by token id.
-
-    Args:
-        weight: the table.
-        factor: of the rows.
-    """
+    """Rows of a table by token id."""
 
     def __init__(self, weight: Float[Tensor, "vocab dim"] | StoredMatrix, factor: float = 1.0) -> None:
         self.weight: Any = weight
@@ -270,7 +258,6 @@ def embedding_of(weight: Any, factor: float) -> Embedding:
 
 
 def _scaled(x: Float[Tensor, "*shape"], factor: float) -> Float[Tensor, "*shape"]:
-    """The product with a factor, in place."""
     return x if factor == 1.0 else x.mul_(factor)
 
 
@@ -286,14 +273,7 @@ def _plain_norm(x: Float[Tensor, "*rows dim"], weight: Tensor, eps: float, whole
 def scaled_norm(
     x: Float[Tensor, "*rows dim"], weight: Float[Tensor, " dim"], eps: float, whole: bool
 ) -> Float[Tensor, "*rows dim"]:
-    """Rows normed by their root mean square and scaled.
-
-    Args:
-        x: rows.
-        weight: scales the numbers of a row.
-        eps: added to the mean square.
-        whole: whether the result is rounded once, in float32 until then, as where weights have an offset.
-    """
+    """Rows normed by their root mean square and scaled; rounded once if `whole`, as where weights have an offset."""
     return _plain_norm(x, weight, eps, whole)
 
 
@@ -350,12 +330,7 @@ class Norm:
 
 
 class WholeNorm:
-    """A norm of all query heads together, and one of all key heads.
-
-    Args:
-        norms: of queries and of keys, each over all heads.
-        counts: of heads.
-    """
+    """A norm of all query heads together, and one of all key heads."""
 
     def __init__(self, norms: Sequence[Norm], counts: Sequence[int]) -> None:
         self._norms = norms
@@ -375,11 +350,8 @@ class Layer:
 
     Args:
         layer: transformers' own, whose linear weights move in here.
-        number: its place, from 0.
         kind: of its attention mask.
-        traits: how it is read.
         angles: which of the pass's rotary angles are its own.
-        pack: whether to pack weights for the CPU.
     """
 
     def __init__(
@@ -447,12 +419,7 @@ class Layer:
         return [norm for norm in every if norm is not None]
 
     def quantized(self, bits: int, inputs: Mapping[str, MeasuredInputs | None] | None = None) -> Layer:
-        """The same with quantized weights; norms are shared.
-
-        Args:
-            bits: of a weight.
-            inputs: what is known of those of a product (`Product.quantized`), by its name.
-        """
+        """The same with quantized weights, and what is known of each product's inputs; norms are shared."""
         made = copy.copy(self)
         for name, product in self.products.items():
             setattr(made, name, product.quantized(bits, inputs=(inputs or {}).get(name)))
@@ -550,11 +517,7 @@ def _one_by_one(layers: Sequence[Layer], x: Tensor, at: Pass, masks: Mapping[str
 
 
 class TorchGate:
-    """act(gate) up of rows that hold gate and up, by torch's operations.
-
-    Args:
-        activation: a name of ACTIVATIONS.
-    """
+    """act(gate) up of rows that hold gate and up, by torch's operations."""
 
     def __init__(self, activation: str) -> None:
         self._act = ACTIVATIONS[activation]

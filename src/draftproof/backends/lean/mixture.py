@@ -28,13 +28,6 @@ class Mixture:
     Args:
         mlp: its linear layers, under the names that `Traits.linear` has; weights of experts are [experts, out, in], or
             matrices of few bits with all their outputs.
-        traits: of the layer.
-        like: a tensor with the dtype of the rows.
-
-    Attributes:
-        router: gives the logits of the experts.
-        experts: what gates and ups, and what downs of all of them are.
-        arguments: for native.c; they hold addresses of tensors that are kept here.
     """
 
     def __init__(self, mlp: Any, traits: Traits, like: Tensor) -> None:
@@ -42,9 +35,11 @@ class Mixture:
         assert experts is not None, "the caller looked"
         assert operations is not None, "whoever reads experts wants native operations"
         self._operations = operations
-        self.router = fuse(mlp, ["gate"])
+        self.router = fuse(mlp, ["gate"])  # gives the logits of the experts
+        # what gates and ups, and what downs of all of them are
         self.experts = tuple(_Experts(mlp.experts, names, experts.count) for names in (traits.gate_up, ("down_proj",)))
         self._shared = _shared(mlp, traits, experts)
+        # for native.c; they hold addresses of tensors that are kept here
         self.arguments = MixtureArguments(
             router=linear_arguments(self.router),
             gate_up=self.experts[0].arguments,
@@ -92,13 +87,7 @@ class StoredMixture(nn.Module):
 
 
 class _Experts:
-    """The weights of all experts that are multiplied with the same rows.
-
-    Args:
-        owner: of the linear layers.
-        names: theirs, in the order of their outputs.
-        count: of experts.
-    """
+    """The weights of all experts that are multiplied with the same rows."""
 
     def __init__(self, owner: Any, names: Sequence[str], count: int) -> None:
         layers = [getattr(owner, name) for name in names]
@@ -119,7 +108,6 @@ class _Experts:
 
 
 def _shared(mlp: Any, traits: Traits, experts: Experts) -> dict[str, Product]:
-    """The products of the expert of all tokens, where there is one."""
     if not experts.shared:
         return {}
     made = {

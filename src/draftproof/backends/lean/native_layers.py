@@ -38,15 +38,7 @@ def _is_native(layer: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _LayerRun:
-    """Neighbouring layers with the same attention mask.
-
-    Attributes:
-        kind: of their attention mask.
-        given: their arguments for native.c.
-        numbers: their numbers in the model.
-        attend: whether each has keys and values.
-        attention: of each of them.
-    """
+    """Neighbouring layers with the same attention mask."""
 
     kind: str
     given: LayerStack
@@ -67,13 +59,7 @@ class _LayerRun:
 
 
 class _Places:
-    """Addresses of the buffers of a run's layers; valid as long as the cache's extent does not change.
-
-    Args:
-        run: the layers.
-        cache: theirs.
-        like: a tensor of the keys' dtype.
-    """
+    """Addresses of the buffers of a run's layers; valid as long as the cache's extent does not change."""
 
     def __init__(self, run: _LayerRun, cache: SlotCache, like: Tensor) -> None:
         heads = run.attention.heads
@@ -96,11 +82,7 @@ class _Places:
 
 
 class NativeLayers:
-    """See `native_layers`.
-
-    Args:
-        layers: all native.
-    """
+    """See `native_layers`."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = layers

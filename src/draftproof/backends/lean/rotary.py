@@ -37,9 +37,7 @@ class Rope:
     def __call__(self, positions: Int[Tensor, " tokens"], horizon: int) -> tuple[Tensor, Tensor]:
         """Cosine, and sine with the sign of `rotate_half`, each [tokens, 1, dim], or those of all modules in turn.
 
-        Args:
-            positions: of each token.
-            horizon: more than the largest of them.
+        Positions are below `horizon`.
         """
         if horizon > self._table.shape[0]:
             self._grow(max(horizon, 2 * self._table.shape[0], _FIRST_POSITIONS))
@@ -58,12 +56,7 @@ class Rope:
 
 
 class Rotary:
-    """Rotary angles with constant frequencies, as transformers computes them.
-
-    Args:
-        inv_freq: radians per position, float32.
-        attention_scaling: factor of cosines and sines.
-    """
+    """Rotary angles with constant frequencies, as transformers computes them."""
 
     def __init__(self, inv_freq: Float[Tensor, " half"], attention_scaling: float) -> None:
         self.inv_freq = inv_freq
@@ -82,15 +75,7 @@ def order_of(turn: Callable[..., tuple[Tensor, Tensor]], dim: int, turned: int) 
     """The order of a head's numbers in which those that a family turns together stand half a head apart.
 
     First come the numbers that are turned by frequencies 0, 1, ..., then half of those that are not turned, then their
-    partners in the same order, then the other half.
-
-    Args:
-        turn: the family's function of queries, keys, cosines and sines.
-        dim: numbers of a head.
-        turned: numbers of a head that are turned.
-
-    Returns:
-        The order, or None where the function does not turn pairs by their angle.
+    partners in the same order, then the other half. None where the function does not turn pairs by their angle.
     """
     half, rest = turned // 2, dim - turned
     if turned % 2 or rest % 2 or rest < 0:

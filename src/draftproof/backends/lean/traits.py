@@ -51,66 +51,43 @@ class UnreadError(Exception):
 
 @dataclass(frozen=True)
 class Experts:
-    """How the experts of a layer divide the work.
+    """How the experts of a layer divide the work."""
 
-    Attributes:
-        count: of those that a router chooses from.
-        chosen: of a token.
-        whole: whether the shares of a token's experts add up to 1.
-        factor: of the shares.
-        shared: whether there is one more, for all tokens.
-        weighed: whether that one has a share, too.
-    """
-
-    count: int
-    chosen: int
-    whole: bool = True
-    factor: float = 1.0
-    shared: bool = False
-    weighed: bool = False
+    count: int  # of those that a router chooses from
+    chosen: int  # of a token
+    whole: bool = True  # whether the shares of a token's experts add up to 1
+    factor: float = 1.0  # of the shares
+    shared: bool = False  # whether there is one more, for all tokens
+    weighed: bool = False  # whether that one has a share, too
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What differs between the families that the lean forward reads; by default those of Llama.
+    """What differs between the families that the lean forward reads; by default those of Llama."""
 
-    Attributes:
-        norms: names of a layer's norms before attention, after it, before the feed-forward part and after it.
-        offset: added to the weights of every norm.
-        qkv, gate_up: names of the linear layers that are one product here.
-        turned: names of the norms of queries and keys, if there are.
-        whole: whether these are over all heads together.
-        activation: of the gates, a name of ACTIVATIONS, or "clamped" (`native.operations`).
-        experts: of the feed-forward part, where it is a mixture of them.
-        sinks: whether attention has a score without a value for each head.
-        embedding: factor of the embedding module.
-        entering: factor of what it gives to the layers.
-        residual: factor of what a part adds to the hidden states.
-        divisor: of the logits.
-        logit_cap, cap: soft limit of the logits, and of attention scores (cap tanh(x / cap)); 0 for none.
-        order: of each head's numbers in queries and keys (`rotary`); empty where it is the family's own.
-        angles: frequencies and factor of each kind of rotary embedding; () until the model was watched.
-        angles_of: the kind of each layer, as an index of `angles`.
-    """
-
+    # names of a layer's norms before attention, after it, before the feed-forward part and after it
     norms: tuple[str | None, ...] = _NORMS[0]
-    offset: float = 0.0
+    offset: float = 0.0  # added to the weights of every norm
+    # qkv, gate_up: names of the linear layers that are one product here
     qkv: tuple[str, ...] = _QKV[0]
     gate_up: tuple[str, ...] = _GATE_UP[0]
-    turned: tuple[str, ...] = ()
-    whole: bool = False
-    activation: str = "silu"
-    experts: Experts | None = None
-    sinks: bool = False
-    embedding: float = 1.0
-    entering: float = 1.0
-    residual: float = 1.0
-    divisor: float = 1.0
+    turned: tuple[str, ...] = ()  # names of the norms of queries and keys, if there are
+    whole: bool = False  # whether these are over all heads together
+    activation: str = "silu"  # of the gates, a name of ACTIVATIONS, or "clamped" (`native.operations`)
+    experts: Experts | None = None  # of the feed-forward part, where it is a mixture of them
+    sinks: bool = False  # whether attention has a score without a value for each head
+    embedding: float = 1.0  # factor of the embedding module
+    entering: float = 1.0  # factor of what it gives to the layers
+    residual: float = 1.0  # factor of what a part adds to the hidden states
+    divisor: float = 1.0  # of the logits
+    # logit_cap, cap: soft limit of the logits, and of attention scores (cap tanh(x / cap)); 0 for none
     logit_cap: float = 0.0
     cap: float = 0.0
+    # of each head's numbers in queries and keys (`rotary`); empty where it is the family's own
     order: tuple[int, ...] = ()
+    # frequencies and factor of each kind of rotary embedding; () until the model was watched
     angles: tuple[tuple[tuple[float, ...], float], ...] = ()
-    angles_of: tuple[int, ...] = ()
+    angles_of: tuple[int, ...] = ()  # the kind of each layer, as an index of `angles`
 
     @property
     def linear(self) -> dict[str, tuple[str, ...]]:
@@ -129,11 +106,7 @@ class Traits:
 
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> Traits:
-        """From its fields as JSON has them.
-
-        Raises:
-            TypeError: other fields.
-        """
+        """From its fields as JSON has them."""
         return cls(**{name: _tuples(value) for name, value in row.items()})
 
 
@@ -166,11 +139,7 @@ def eps_of(norm: Any) -> float:
 
 @torch.inference_mode()
 def seen_traits(model: Any) -> Traits:
-    """What a model's modules show; angles are left out.
-
-    Raises:
-        UnreadError: a part that the lean forward does not know.
-    """
+    """What a model's modules show; angles are left out."""
     if not type(model).__name__.endswith("ForCausalLM") or not is_stock(type(model)):
         raise UnreadError(f"{type(model).__name__} is not one of transformers' causal models")
     inner = _children(model, "the model", "model", "lm_head")["model"]
@@ -232,7 +201,6 @@ def _refuse_shared(model: nn.Module) -> None:
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
-    """Names, classes and shapes of a layer's parts."""
     kinds = tuple((name, type(module)) for name, module in layer.named_modules())
     shapes = tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters())
     return kinds, shapes, getattr(layer, "residual_multiplier", None)
@@ -414,11 +382,7 @@ def order_in_heads(attention: Any, rotary: Any) -> tuple[int, ...]:
 
 @torch.inference_mode()
 def traits_of(model: Any) -> Traits:
-    """All that the lean forward needs to know of a model besides its weights, some of it from one pass over two tokens.
-
-    Raises:
-        UnreadError: a part that the lean forward does not know.
-    """
+    """All that the lean forward needs to know of a model besides its weights, some of it from a pass of two tokens."""
     seen = seen_traits(model)
     attention = model.model.layers[0].self_attn
     watched = _Watch(model, attention)
@@ -454,7 +418,6 @@ class _Constant(nn.Module):
         self.made = made
 
     def forward(self, _: Tensor) -> Tensor:
-        """The numbers."""
         return self.made
 
 
@@ -464,17 +427,8 @@ class _Watch:
     Functions of the family's module are replaced meanwhile; for other threads, whose models may be of the same family,
     they do what they always do.
 
-    Args:
-        model: with the parts that the lean forward knows.
-        attention: one of its attentions, whose code is that of all.
-
     Attributes:
-        turned: whether each layer turns its queries and keys.
-        cap: soft limit of scores; 0 for none.
         divisor, logit_cap: what the output layer's results go through.
-
-    Raises:
-        UnreadError: something that the lean forward does not compute.
     """
 
     def __init__(self, model: Any, attention: Any) -> None:
@@ -504,8 +458,9 @@ class _Watch:
             logits = twin(input_ids=ids, use_cache=False).logits
         if self._layer != total - 1 or self._calls != total or len(self._caps) != 1:
             raise UnreadError("its layers do not attend once each, one after another, all in the same way")
+        # whether each layer turns its queries and keys
         self.turned = [number in self._turned for number in range(total)]
-        self.cap = self._caps.pop()
+        self.cap = self._caps.pop()  # soft limit of scores; 0 for none
         self.divisor, self.logit_cap = _output(shown, logits, model.config)
 
     def _enter(self, *_: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftproof import models
 from draftproof.backends.hf.probe import TOLERANCE, distance
-from draftproof.backends.model_info import input_device
+from draftproof.backends.model_info import sample_logits
 from draftproof.errors import UserError, reason
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -73,7 +73,7 @@ def with_adapter(load: Callable[[], Any], adapter: str) -> Any:
         raise UserError(f"the adapter {adapter!r} needs the package peft, which is not installed: {INSTALL}")
     folder = _folder(adapter)
     wrapped = _wrapped(load(), folder, adapter)
-    expected = _rows(wrapped)
+    expected = sample_logits(wrapped)
     try:
         made = _compared(wrapped.merge_and_unload(safe_merge=True), expected, adapter)
     except Exception as cause:  # noqa: BLE001 - adapters that cannot be merged say so in many ways
@@ -83,27 +83,14 @@ def with_adapter(load: Callable[[], Any], adapter: str) -> Any:
 
 
 def _compared(made: Any, expected: Float[Tensor, "tokens vocab"], adapter: str) -> Any:
-    """A model without peft's own wrapper, which computes the wrapper's logits.
-
-    Raises:
-        UserError: it computes others.
-    """
-    error = distance(_rows(made), expected)
+    """A model without peft's own wrapper, which computes the wrapper's logits."""
+    error = distance(sample_logits(made), expected)
     if not error < TOLERANCE.get(made.dtype, TOLERANCE[torch.bfloat16]):
         raise UserError(
             f"the adapter {adapter!r} changes more than the layers of its model (its logits are off by {error:.2g} "
             "without peft's wrapper): expected LoRA or another adapter of single layers"
         )
     return made
-
-
-@torch.inference_mode()
-def _rows(model: Any) -> Float[Tensor, "tokens vocab"]:
-    """Logits of some tokens."""
-    vocab = model.get_input_embeddings().weight.shape[0]
-    ids = torch.linspace(1, vocab - 1, 9, device=input_device(model)).long()
-    logits: Tensor = model(input_ids=ids.unsqueeze(0), use_cache=False).logits
-    return logits[0].clone()
 
 
 def _folder(adapter: str) -> Path:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,11 +18,11 @@ from draftproof.backends.hf import tensor_parallel as parallel
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.generate import PlainBackend
 from draftproof.backends.lean.backend import LeanBackend, supports
-from draftproof.backends.lean.compiled import CompiledBackend
+from draftproof.backends.lean.graph_backend import GraphBackend
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.loading.adapters import base_of, with_adapter
 from draftproof.backends.loading.language_model import reading_classes, text_part
-from draftproof.backends.loading.options import parse_device, parse_dtype
+from draftproof.backends.loading.options import LoadOptions, parse_device, parse_dtype
 from draftproof.backends.loading.packed_layers import PackedLayers
 from draftproof.backends.loading.quantization import packages_hint, quantization_for, refuse_unknown_quantization
 from draftproof.backends.recurrent.mixers import mixers_of
@@ -30,7 +31,7 @@ from draftproof.models.download import INSTALL_GGUF
 from draftproof.models.gguf_file import GGUFFile, generation_config, is_gguf
 
 BACKENDS = {
-    "auto": "lean where the model has a lean forward (on CUDA: compiled), snapshot where it has recurrent layers, "
+    "auto": "lean where the model has a lean forward (on CUDA: graphs), snapshot where it has recurrent layers, "
     "else hf",
     "hf": "transformers' own forward pass",
     "snapshot": "for models with recurrent layers (linear attention, convolutions, state spaces): their states are "
@@ -38,21 +39,16 @@ BACKENDS = {
     "lean": "ours, for dense decoders: Llama, Mistral, Qwen2, Qwen3, Gemma 3, Phi-3 and others (docs/guide/models.md)",
     "generate": "transformers' own generation step by step, without drafts; auto takes it for targets that cannot be "
     "drafted for",
-    "compiled": "lean through torch.compile, which takes minutes in each process (docs/log.md says what it gains); "
-    "on CUDA lean by CUDA graphs",
+    "graphs": "lean on CUDA, its passes recorded as CUDA graphs",
 }
 
-LEAN_KINDS = (LeanBackend.kind, CompiledBackend.kind)  # a lean forward takes its model apart
+LEAN_KINDS = (LeanBackend.kind, GraphBackend.kind)  # a lean forward takes its model apart
 ATTENTION = ("eager", "sdpa")  # those that take the masks of trees and ragged batches
 Loaded = HFBackend | LeanBackend | PlainBackend
 _BACKENDS: dict[str, Any] = {
-    "hf": HFBackend,
-    "snapshot": LeanSnapshotBackend,
-    "lean": LeanBackend,
-    "generate": PlainBackend,
-    "compiled": CompiledBackend,
+    each.kind: each for each in (HFBackend, LeanSnapshotBackend, LeanBackend, PlainBackend, GraphBackend)
 }
-_RENAMED = {"plain": "generate"}  # names of the version before, which still work, with a warning
+_RENAMED = {"plain": "generate", "compiled": "graphs"}  # names of the version before, which still work, with a warning
 _log = logging.getLogger(__name__)
 
 
@@ -64,66 +60,32 @@ def current_name(backend: str) -> str:
     return name
 
 
-def load_backend(
-    source: str,
-    *,
-    dtype: str = "auto",
-    device: str | Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    check: bool = True,
-    backend: str = "auto",
-    adapter: str | None = None,
-    attn_implementation: str | None = None,
-    quantization_config: Any = None,
-    plainly: bool = False,
-    tensor_parallel: int = 1,
-) -> Loaded:
-    """A backend from a registered name, a hub id, a directory or a .gguf file; options as of `load_model`.
+def load_backend(source: str, options: LoadOptions | None = None) -> Loaded:
+    """A backend from a registered name, a hub id, a directory or a .gguf file.
 
-    With `plainly`, backend `auto` takes `generate` for a model whose drafts cannot be taken back. With
-    `tensor_parallel`, only process 0 returns (see `take_part`).
+    Weights that `options` asks to be rounded are not yet. With `tensor_parallel`, only process 0 returns (see
+    `take_part`).
 
     Raises:
         UserError: not found, broken, unable to roll back, or a backend that is none or does not support the model.
     """
-    backend = current_name(backend)
+    options = options or LoadOptions()
+    backend = current_name(options.backend)
     if backend not in BACKENDS:
         raise UserError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
-    if tensor_parallel != 1:
-        _refuse_undivided(
-            source,
-            tensor_parallel,
-            backend=backend,
-            device=device,
-            adapter=adapter,
-            quantization_config=quantization_config,
-        )
-        options = {
-            "dtype": dtype,
-            "trust_remote_code": trust_remote_code,
-            "attn_implementation": attn_implementation,
-            "tensor_parallel": tensor_parallel,
-        }
-        return take_part(tensor_parallel).load(source, options, _load_part)
-    load = partial(
-        load_model,
-        models.resolve(source),
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        adapter=adapter,
-        attn_implementation=attn_implementation,
-        quantization_config=quantization_config,
-    )
-    model = load()
+    if options.tensor_parallel != 1:
+        _refuse_undivided(source, replace(options, backend=backend))
+        return take_part(options.tensor_parallel).load(source, options, _load_part)
+    where = models.resolve(source)
+    model = load_model(where, options)
     kind = suitable(model) if backend == "auto" else backend
-    if attn_implementation is not None and kind in LEAN_KINDS:
+    if options.attn_implementation is not None and kind in LEAN_KINDS:
         raise UserError(
-            f"attn_implementation is {attn_implementation!r}, and {source} is read by backend {kind}, which has "
-            "its own attention: leave it out, or name backend hf"
+            f"attn_implementation is {options.attn_implementation!r}, and {source} is read by backend {kind}, which "
+            "has its own attention: leave it out, or name backend hf"
         )
     try:
-        made: Loaded = _BACKENDS[kind](model, name=source, check=check)
+        made: Loaded = _BACKENDS[kind](model, name=source, check=options.check)
     except UserError as cause:
         if backend != "auto" or (kind not in LEAN_KINDS and not isinstance(cause, UndraftableError)):
             raise
@@ -133,23 +95,20 @@ def load_backend(
     if kind in LEAN_KINDS:  # its parts are known, but not what it makes of them; the model was taken apart
         _log.warning("read by transformers' own forward pass: %s", because)
         del model  # before there are two
-        model = load()
+        model = load_model(where, options)
         try:
-            return HFBackend(model, name=source, check=check)
+            return HFBackend(model, name=source, check=options.check)
         except UndraftableError as cause:
             because = cause
-    if not plainly:
+    if not options.plainly:
         raise because
-    return _plainly(model, source, because, check=check)
+    return _plainly(model, source, because, check=options.check)
 
 
 def take_part(processes: int) -> parallel.Group:
     """Join the processes among which models are divided; only process 0 returns.
 
     The others follow it until it ends, and exit then.
-
-    Raises:
-        UserError: this process was not started together with so many.
     """
     group = parallel.join(processes)
     if not group.leads:
@@ -158,21 +117,17 @@ def take_part(processes: int) -> parallel.Group:
     return group
 
 
-def _refuse_undivided(source: str, processes: int, **options: Any) -> None:
-    """Refuse what cannot be divided among processes, before anything is sent to them.
-
-    Raises:
-        UserError: an option that does not go with it, or a model that cannot be divided.
-    """
-    what = f"tensor_parallel is {processes}"
-    if options["backend"] not in ("auto", HFBackend.kind):
+def _refuse_undivided(source: str, options: LoadOptions) -> None:
+    """Refuse what cannot be divided among processes, before anything is sent to them."""
+    what = f"tensor_parallel is {options.tensor_parallel}"
+    if options.backend not in ("auto", HFBackend.kind):
         raise UserError(
-            f"{what}, and backend is {options['backend']!r}: only transformers' own forward pass is divided among "
+            f"{what}, and backend is {options.backend!r}: only transformers' own forward pass is divided among "
             f"processes: use --backend {HFBackend.kind} (or auto, which takes it)"
         )
     for name in ("device", "adapter", "quantization_config"):
-        if options[name] is not None:
-            raise UserError(f"{what}, which does not go with {name} {options[name]!r}: leave one of them out")
+        if (given := getattr(options, name)) is not None:
+            raise UserError(f"{what}, which does not go with {name} {given!r}: leave one of them out")
     where = Path(models.resolve(source))
     if is_gguf(where) or base_of(str(where)) is not None:
         raise UserError(
@@ -188,12 +143,12 @@ def _refuse_undivided(source: str, processes: int, **options: Any) -> None:
         raise UserError(
             f"cannot read the config of {source!r}: {reason(cause)} (expected a hub id or a directory)"
         ) from cause
-    parallel.refuse_indivisible(config, processes, source)
+    parallel.refuse_indivisible(config, options.tensor_parallel, source)
 
 
-def _load_part(source: str, **options: Any) -> Any:
-    """Load this process's part of a model; options as of `load_model`."""
-    model = load_model(models.resolve(source), **options)
+def _load_part(source: str, options: LoadOptions) -> Any:
+    """Load this process's part of a model."""
+    model = load_model(models.resolve(source), options)
     if mixers_of(model):
         raise UserError(
             f"{source} has layers with a recurrent state, which are not divided among processes: use tensor_parallel 1"
@@ -214,69 +169,41 @@ def _plainly(model: Any, source: str, cause: UserError, *, check: bool) -> Plain
 def suitable(model: Any) -> str:
     """The backend that `auto` takes for a loaded model."""
     if supports(model) is None:
-        return CompiledBackend.kind if model.device.type == "cuda" else LeanBackend.kind
+        return GraphBackend.kind if model.device.type == "cuda" else LeanBackend.kind
     return "snapshot" if mixers_of(model) else "hf"
 
 
-def load_model(
-    source: str,
-    *,
-    dtype: str = "auto",
-    device: str | Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    adapter: str | None = None,
-    attn_implementation: str | None = None,
-    quantization_config: Any = None,
-    tensor_parallel: int = 1,
-) -> Any:
+def load_model(source: str, options: LoadOptions | None = None) -> Any:
     """Load a causal LM from a hub id, a directory or a .gguf file; safetensors or GGUF only, never a pickle.
 
-    Of a multi-modal model the text part, or the whole model where that is not one of its own.
-
-    Args:
-        source: hub id, local directory, or path of a .gguf file (needs the extra `gguf`). An adapter is loaded with
-            its base model.
-        dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
-        device: "cpu", "cuda", "cuda:1"; default: an accelerator when there is one. "auto", or a device or "disk" for
-            each part by its name, spreads the model (needs accelerate).
-        trust_remote_code: run code that comes with the model.
-        adapter: a PEFT adapter for it, a directory or hub id (needs the extra `adapters`).
-        attn_implementation: one of ATTENTION; default transformers' own choice.
-        quantization_config: quantizes the weights while they are loaded, by transformers: one of its configs, the
-            fields of one, or JSON text or a .json file with them. Or the packed layers of a quantized checkpoint.
-        tensor_parallel: number of processes, each of which loads its part of the weights.
+    Of a multi-modal model the text part, or the whole model where that is not one of its own. An adapter is loaded with
+    its base model.
 
     Raises:
         UserError: nothing to load there, in one line.
     """
-    if attn_implementation not in (None, *ATTENTION):
-        raise UserError(f"attn_implementation: expected one of {', '.join(ATTENTION)}, got {attn_implementation!r}")
-    options: dict[str, Any] = {"dtype": parse_dtype(dtype), "trust_remote_code": trust_remote_code}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
-    options |= _placed(device) if tensor_parallel == 1 else _divided(tensor_parallel)
-    if quantization_config is not None:
-        options |= {"quantization_config": quantization_config, **_kept_where_quantized(options)}
+    options = options or LoadOptions()
+    attention, config, adapter = options.attn_implementation, options.quantization_config, options.adapter
+    if attention not in (None, *ATTENTION):
+        raise UserError(f"attn_implementation: expected one of {', '.join(ATTENTION)}, got {attention!r}")
+    given: dict[str, Any] = {"dtype": parse_dtype(options.dtype), "trust_remote_code": options.trust_remote_code}
+    if attention is not None:
+        given["attn_implementation"] = attention
+    given |= _placed(options.device) if options.tensor_parallel == 1 else _divided(options.tensor_parallel)
+    if config is not None:
+        given |= {"quantization_config": config, **_kept_where_quantized(given)}
     base = base_of(source)
     if base is not None and adapter is not None:
         raise UserError(f"{source!r} is itself an adapter, and another one is named ({adapter!r}): name one of them")
-    whole = partial(_load_whole, base or source, options)
+    whole = partial(_load_whole, base or source, given)
     named = adapter if base is None else source
     if named is not None:
         return with_adapter(whole, named)
-    return text_part(whole()) if "device" in options else whole()
+    return text_part(whole()) if "device" in given else whole()
 
 
 def refuse_gguf(name: str, what: str) -> None:
-    """Refuse a GGUF file where a torch module is needed: it would have other numbers than the model that is served.
-
-    Args:
-        name: of a model.
-        what: needs the module.
-
-    Raises:
-        UserError: it is a GGUF file, or there is no such model.
-    """
+    """Refuse a GGUF file where a torch module is needed: it would have other numbers than the model that is served."""
     if is_gguf(Path(models.resolve(name))):
         raise UserError(
             f"{what} needs a model with full weights, and {name} is a GGUF file, which is read in its own few bits: "
@@ -291,7 +218,6 @@ def _kept_where_quantized(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load_whole(source: str, options: dict[str, Any]) -> Any:
-    """Load a model with all its weights."""
     device = options.get("device")
     options = {name: value for name, value in options.items() if name != "device"}
     where = Path(source)
@@ -381,7 +307,6 @@ def _refuse_what_cannot_be_read(where: Path) -> None:
 
 
 def _hint(cause: Exception, source: str, asked: Any) -> str:
-    """What to add to a library's error."""
     said = str(cause)
     if needed := packages_hint(source, asked):
         return needed
@@ -397,11 +322,7 @@ def _hint(cause: Exception, source: str, asked: Any) -> str:
 
 
 def _refuse_missing(source: str, model: Any, report: Any) -> None:
-    """Refuse a checkpoint that leaves tensors of the model at their random beginning.
-
-    Raises:
-        UserError: naming the tensors.
-    """
+    """Refuse a checkpoint that leaves tensors of the model at their random beginning."""
     found = dict(report) if isinstance(report, dict) else vars(report)
     missing = sorted(str(name) for name in found.get("missing_keys") or ())
     other = [str(each[0] if isinstance(each, tuple | list) else each) for each in found.get("mismatched_keys") or ()]
@@ -417,11 +338,7 @@ def _refuse_missing(source: str, model: Any, report: Any) -> None:
 
 
 def _refuse_split_tie(source: str, model: Any) -> None:
-    """Refuse an output layer that is tied to the embedding, where only one of both is on the disk.
-
-    Raises:
-        UserError: naming both and their places.
-    """
+    """Refuse an output layer that is tied to the embedding, where only one of both is on the disk."""
     places = getattr(model, "hf_device_map", None)
     parts = [model.get_input_embeddings(), model.get_output_embeddings()]
     if not places or None in parts or not model.config.get_text_config().tie_word_embeddings:

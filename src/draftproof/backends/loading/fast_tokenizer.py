@@ -35,32 +35,19 @@ _IDS = 200  # how many single ids `describe` compares
 
 @dataclass(frozen=True)
 class Description:
-    """What a tokenizer's file does not say.
-
-    Attributes:
-        eos_token_id, bos_token_id: of transformers' tokenizer.
-        special_tokens: as chat templates get them, by name.
-        chat_template: in Jinja's language; None where there is none.
-        renders: whether the template makes the same text here.
-        response_template: how answers are read back, as transformers has it; None where there is none.
-    """
+    """What a tokenizer's file does not say."""
 
     eos_token_id: int | None
     bos_token_id: int | None
-    special_tokens: dict[str, Any]
-    chat_template: str | None
-    renders: bool
+    special_tokens: dict[str, Any]  # as chat templates get them, by name
+    chat_template: str | None  # in Jinja's language; None where there is none
+    renders: bool  # whether the template makes the same text here
+    # how answers are read back, as transformers has it; None where there is none
     response_template: dict[str, Any] | None = None
 
 
 class FastTokenizer:
-    """Encodes, decodes and applies the chat template as transformers' tokenizer does; anything else is asked of that.
-
-    Args:
-        content: of the tokenizer's file.
-        description: of it.
-        original: loads transformers' tokenizer.
-    """
+    """Encodes, decodes and applies the chat template as transformers' tokenizer does, and asks that for all else."""
 
     def __init__(self, content: str, description: Description, original: Callable[[], Any]) -> None:
         self._tokenizer = _plain(content)
@@ -159,11 +146,7 @@ class FastTokenizer:
 
 
 def describe(tokenizer: Any) -> tuple[str, dict[str, Any]] | None:
-    """The content of a file for `FastTokenizer` and its description; None where it would not do what `tokenizer` does.
-
-    Args:
-        tokenizer: transformers' own.
-    """
+    """What a `FastTokenizer` that does the same as a tokenizer is made of; None where there is no such one."""
     from tokenizers import Tokenizer
 
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -18,7 +18,7 @@ from torch import Tensor
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.windows import FULL, SLIDING
 from draftproof.backends.lean.backend import LeanForward
-from draftproof.backends.lean.checkpoint import Architecture
+from draftproof.backends.lean.checkpoint import Architecture, TensorsByName
 from draftproof.backends.lean.traits import LLAMA, Traits, UnreadError
 from draftproof.backends.loading.gguf_hybrid import HYBRIDS, read_hybrid
 from draftproof.backends.loading.gguf_rotary import (
@@ -71,31 +71,19 @@ _IN_LAYER = {
 
 @dataclass(frozen=True)
 class Family:
-    """What an architecture's metadata do not say.
+    """What an architecture's metadata do not say."""
 
-    Attributes:
-        traits: how layers are read; factors and angles come from the metadata.
-        permuted: whether rows of queries and keys are stored so that numbers that are turned together are neighbours.
-        neighbours: whether numbers that are turned together are neighbours in the weights themselves.
-        names: of tensors in a layer, where they differ from `_IN_LAYER`.
-        gemma: embeddings are scaled by the root of their width, and norms are stored with 1 added.
-        window_of: whether a layer has a window, by its number.
-        local_base: base of the angles in layers with a window, where it is another one.
-        turns: whether a layer turns queries and keys, by its number.
-        whole_shares: whether the shares of a token's experts add up to 1.
-        whole_pairs: whether YaRN's bounds between high and low frequencies are whole numbers.
-    """
-
-    traits: Traits = LLAMA
+    traits: Traits = LLAMA  # how layers are read; factors and angles come from the metadata
+    # whether rows of queries and keys are stored so that numbers that are turned together are neighbours
     permuted: bool = False
-    neighbours: bool = False
-    names: tuple[tuple[str, str], ...] = ()
-    gemma: bool = False
-    window_of: Callable[[int], bool] | None = None
-    local_base: float | None = None
-    turns: Callable[[int], bool] | None = None
-    whole_shares: bool = True
-    whole_pairs: bool = True
+    neighbours: bool = False  # whether numbers that are turned together are neighbours in the weights themselves
+    names: tuple[tuple[str, str], ...] = ()  # of tensors in a layer, where they differ from `_IN_LAYER`
+    gemma: bool = False  # embeddings are scaled by the root of their width, and norms are stored with 1 added
+    window_of: Callable[[int], bool] | None = None  # whether a layer has a window, by its number
+    local_base: float | None = None  # base of the angles in layers with a window, where it is another one
+    turns: Callable[[int], bool] | None = None  # whether a layer turns queries and keys, by its number
+    whole_shares: bool = True  # whether the shares of a token's experts add up to 1
+    whole_pairs: bool = True  # whether YaRN's bounds between high and low frequencies are whole numbers
 
 
 _TURNED = ("q_norm", "k_norm")
@@ -142,11 +130,6 @@ FAMILIES = tuple(_FAMILIES)
 def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> SlotBackend | None:
     """The model in a file with the file's own numbers; None where transformers reads it, which is said.
 
-    Args:
-        file: opened.
-        name: for errors and reports.
-        options: how it is loaded.
-
     Raises:
         UserError: a mixture of experts that is not known here, since transformers does not read all its metadata.
     """
@@ -172,13 +155,9 @@ def read_model(
 ) -> LeanForward:
     """The model in a file, with its own numbers.
 
-    Args:
-        file: opened.
-        name: for errors and reports.
-        dtype: of hidden states, keys and values: float32 or bfloat16.
-        activations: "int8" rounds the inputs of products to 8 bits, in groups of 32; "float" multiplies the same
-            weights without that, as a reference: they take the memory of `dtype` then.
-        check: compare a product of each type with torch's now.
+    With activations "int8" the inputs of products are rounded to 8 bits, in groups of 32; "float" multiplies the same
+    weights without that, as a reference, and they take the memory of `dtype` then. With `check`, a product of each type
+    is compared with torch's.
 
     Raises:
         UnreadError: an architecture, a type or a kind of angle that is not known here, or native operations are off.
@@ -216,16 +195,7 @@ def family_of(name: str) -> Family:
 
 
 def architecture_of(keys: Keys, family: Family, floats: Callable[[str], Tensor]) -> Architecture:
-    """What the lean forward needs besides weights.
-
-    Args:
-        keys: of the model.
-        family: of its architecture.
-        floats: reads a tensor of floats by its name in the file.
-
-    Raises:
-        UnreadError: something that is not known here.
-    """
+    """What the lean forward needs besides weights; `floats` reads a tensor by its name in the file."""
     of = keys.of_architecture
     layers, width = named(keys, "block_count"), named(keys, "embedding_length")
     heads = single(named(keys, "attention.head_count"), "heads")
@@ -299,17 +269,8 @@ def _order(dim: int, turned: int, *, neighbours: bool) -> tuple[int, ...]:
     return () if made == tuple(range(dim)) else made
 
 
-class _FileWeights(FileTensors):
-    """The tensors of a file under transformers' names (`TensorsByName`).
-
-    Args:
-        file: opened.
-        dtype: of those that are no blocks.
-        dense: whether matrices are read into memory, as the numbers that they stand for.
-
-    Raises:
-        UnreadError: an architecture or a type that is not known here, or native operations are off.
-    """
+class _FileWeights(FileTensors, TensorsByName):
+    """The tensors of a file under transformers' names."""
 
     def __init__(self, file: GGUFFile, dtype: torch.dtype, *, dense: bool) -> None:
         name = file.get("general.architecture")
@@ -332,7 +293,6 @@ class _FileWeights(FileTensors):
         return {names.get(place, place): entry for place, entry in self.file.tensors.items() if place not in FACTORS}
 
     def _place(self, name: str) -> str:
-        """The name in the file."""
         stem, _, suffix = name.rpartition(".")
         if stem in _TOP:
             return f"{_TOP[stem]}.{suffix}"
@@ -340,20 +300,10 @@ class _FileWeights(FileTensors):
         return f"blk.{number}.{self._names[part]}.{suffix}"
 
     def entry(self, name: str) -> TensorEntry:
-        """Where a tensor lies.
-
-        Raises:
-            KeyError: it is not there.
-        """
         return self.file.tensors[self._place(name)]
 
     def __contains__(self, name: str) -> bool:
         return self._place(name) in self.file.tensors
-
-    def optional(self, name: str) -> Any:
-        """The tensor, if it is there."""
-        found = name in self
-        return self[name] if found else None
 
     def __getitem__(self, name: str) -> Any:
         """The tensor; a matrix of blocks stays in the file."""

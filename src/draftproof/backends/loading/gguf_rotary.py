@@ -35,16 +35,7 @@ class Keys(Protocol):
 
 
 def frequencies(keys: Keys, dim: int, floats: Callable[[str], Tensor], *, whole_pairs: bool = True) -> Frequencies:
-    """The angles of layers without a window of their own.
-
-    Args:
-        keys: of the model.
-        dim: numbers of a head; those that are not turned get the frequency 0.
-        floats: reads a tensor of floats by its name in the file.
-        whole_pairs: whether YaRN's bounds between high and low frequencies are whole numbers.
-
-    Raises:
-        UnreadError: a kind that is not known here.
+    """The angles of layers without a window of their own; numbers that are not turned get the frequency 0.
 
     Source: YaRN, arXiv 2309.00071, equations 17 to 22; LongRoPE, arXiv 2402.13753 (the short factors).
     """

@@ -26,12 +26,8 @@ class FileTensors:
     """The tensors of a file, by the names that it has for them.
 
     Args:
-        file: opened.
         dtype: of what products make.
         dense: whether matrices are read into memory, as the numbers that they stand for.
-
-    Attributes:
-        file: as given.
 
     Raises:
         UnreadError: native operations are off, or a tensor has a type that is not known here.
@@ -58,11 +54,7 @@ class FileTensors:
         return int(sum(count * bits for count, bits in sizes) / sum(count for count, _ in sizes)) if sizes else None
 
     def check(self) -> None:
-        """Compare native products of some rows of each type with torch's.
-
-        Raises:
-            UnreadError: they differ by more than rounding the inputs to 8 bits allows.
-        """
+        """Compare native products of some rows of each type with torch's."""
         some = {entry.type: entry for entry in self.file.tensors.values() if entry.type in TYPES}
         for entry in some.values():
             why = why_not_exact(self._stored(entry))
@@ -70,12 +62,7 @@ class FileTensors:
                 raise UnreadError(why)
 
     def matrix(self, place: str, rows: Tensor | None = None) -> StoredMatrix | Tensor:
-        """A matrix; one of blocks stays in the file.
-
-        Args:
-            place: its name.
-            rows: which stored row each output is; None where they are in order.
-        """
+        """A matrix; one of blocks stays in the file. `rows` says which stored row each output is."""
         entry = self.file.tensors[place]
         if entry.type not in TYPES:
             made = self.floats(place)
@@ -121,11 +108,7 @@ def end_tokens(file: GGUFFile) -> tuple[int, ...]:
 
 
 def named(keys: Keys, key: str) -> Any:
-    """A value that must be there.
-
-    Raises:
-        UnreadError: it is not.
-    """
+    """A value that must be there."""
     found = keys.of_architecture(key)
     if found is None:
         raise UnreadError(f"it does not name its {key}")
@@ -133,11 +116,7 @@ def named(keys: Keys, key: str) -> Any:
 
 
 def single(value: Any, what: str) -> int:
-    """One number for all layers.
-
-    Raises:
-        UnreadError: layers have several.
-    """
+    """One number for all layers."""
     found = {int(each) for each in np.atleast_1d(np.asarray(value))}
     if len(found) != 1:
         raise UnreadError(f"its layers have {sorted(found)} {what}")
@@ -145,15 +124,7 @@ def single(value: Any, what: str) -> int:
 
 
 def experts_of(keys: Keys, *, whole: bool) -> Experts:
-    """How the experts of a layer divide the work.
-
-    Args:
-        keys: of the model.
-        whole: whether the shares of a token's experts add up to 1 where the file does not say.
-
-    Raises:
-        UnreadError: another kind of mixture than those that are known here.
-    """
+    """How the experts of a layer divide the work; `whole` counts where the file does not say it."""
     of = keys.of_architecture
     count, chosen = int(of("expert_count")), int(named(keys, "expert_used_count"))
     if of("expert_gating_func", _SOFTMAX) not in (_SOFTMAX, _SOFTMAX_OF_CHOSEN):

@@ -20,7 +20,7 @@ from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.probe import Probe
 from draftproof.backends.hf.truncate import shallow
 from draftproof.backends.lean.backend import LeanForward, readable_traits
-from draftproof.backends.lean.compiled import forward_of
+from draftproof.backends.lean.graph_backend import forward_of
 from draftproof.backends.lean.layers import Lean
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.lean.traits import Traits
@@ -41,12 +41,8 @@ Version = tuple[tuple[Any, ...], ...]
 def backend_in_memory(model: Any, *, backend: str = "auto", name: str | None = None, check: bool = True) -> SlotBackend:
     """A backend that reads a transformers model and leaves it as it is.
 
-    Args:
-        model: a causal LM in eval mode, weights in place.
-        backend: one of LEGAL; "auto" takes "lean" where the model allows it and there is memory for copies of its
-            linear weights, else what shares them.
-        name: how errors and reports call it.
-        check: compare the backend with the model's own forward pass now (a few short passes).
+    "auto" takes "lean" where the model allows it and there is memory for copies of its linear weights, else what shares
+    them. With `check`, the backend is compared with the model's own forward pass now (a few short passes).
 
     Raises:
         UserError: an unknown backend, or one that does not support the model; a model in training mode.
@@ -80,11 +76,7 @@ def _twin(model: Any) -> Any:
 
 
 def refuse_training(model: Any) -> None:
-    """Refuse a model in training mode.
-
-    Raises:
-        UserError: naming the first module that is.
-    """
+    """Refuse a model in training mode."""
     live = (name or "the model itself" for name, each in model.named_modules() if each.training and not _same(each))
     place = next(live, None)
     if place is not None:
@@ -112,12 +104,7 @@ def _lean(model: Any, name: str | None, form: Callable[[ModelInfo, Lean], LeanFo
 
 
 def stand_in(model: Any, traits: Traits) -> SimpleNamespace:
-    """The weights of a model under the same names, for `Lean` to take apart in the model's place.
-
-    Args:
-        model: one that `supports` supports.
-        traits: its own.
-    """
+    """The weights of a model under the same names, for `Lean` to take apart in the model's place."""
     inner = model.model
     embedding = SimpleNamespace(weight=inner.embed_tokens.weight.detach())
     tied = model.lm_head.weight is inner.embed_tokens.weight

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftproof.backends.model_info import input_device
+from draftproof.backends.model_info import sample_logits
 from draftproof.errors import reason
 
 _LANGUAGE = ("language_model", "text_model")  # names of the language model inside a multi-modal one
@@ -57,7 +57,7 @@ def text_part(model: Any) -> Any:
         return model
     try:
         made = _alone(model, text, language)
-        same = made is not None and bool(torch.equal(_rows(made), _rows(model)))
+        same = made is not None and bool(torch.equal(sample_logits(made), sample_logits(model)))
     except Exception as cause:  # noqa: BLE001 - whatever is different there, the whole model is right
         _log.debug("the language model of %s stays in it: %s", type(model).__name__, reason(cause))
         return model
@@ -92,11 +92,3 @@ def _alone(model: Any, text: Any, language: Any) -> Any:
     if any(each.is_meta for each in [*made.parameters(), *made.buffers()]):
         return None
     return made.eval().requires_grad_(requires_grad=False)
-
-
-@torch.inference_mode()
-def _rows(model: Any) -> torch.Tensor:
-    vocab = int(model.get_input_embeddings().weight.shape[0])
-    ids = torch.linspace(1, vocab - 1, 9, device=input_device(model)).long().unsqueeze(0)
-    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
-    return logits

@@ -31,13 +31,8 @@ _Read = TypeVar("_Read")
 def load(name: str, options: LoadOptions | None = None, *, drafts_for: LoadedModel | None = None) -> LoadedModel:
     """A model from a registered name, a hub id, a directory or a .gguf file; a registered one is downloaded.
 
-    With `tensor_parallel`, only process 0 returns (see `take_part`).
-
-    Args:
-        name: of the model.
-        options: how it is loaded.
-        drafts_for: the target, where this is its draft model. The tokenizers of both are compared at once, and weights
-            are read later.
+    With `tensor_parallel`, only process 0 returns (see `take_part`). The tokenizer of a draft model is compared with
+    that of the target that it drafts for at once, and weights are read later.
 
     Raises:
         UserError: a name that is none, a model that cannot be had, or a draft model that shares too few tokens.
@@ -52,12 +47,7 @@ def load(name: str, options: LoadOptions | None = None, *, drafts_for: LoadedMod
 
 
 class LoadedModel:
-    """A model by name; its tokenizer and its weights are read when they are first asked for.
-
-    Args:
-        name: as for `load`.
-        options: how it is loaded.
-    """
+    """A model by name; its tokenizer and its weights are read when they are first asked for."""
 
     def __init__(self, name: str, options: LoadOptions) -> None:
         self.name = name
@@ -69,11 +59,7 @@ class LoadedModel:
         self._shared: TokenMap | None = None
 
     def draft_for(self, target: LoadedModel) -> None:
-        """Let `draft` be over the tokens of a target.
-
-        Raises:
-            UserError: the models share too few tokens.
-        """
+        """Let `draft` be over the tokens of a target."""
         self._shared = shared_tokens(target.tokenizer, self.tokenizer, target_name=target.name, draft_name=self.name)
         if self._shared is not None:
             _log.warning(
@@ -91,11 +77,7 @@ class LoadedModel:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The model's tokenizer: transformers' own, or one that does the same.
-
-        Raises:
-            UserError: it has none.
-        """
+        """The model's tokenizer: transformers' own, or one that does the same."""
         kept = self._from_check(lambda check: check.tokenizer(self._original_tokenizer))
         if kept is None and self._gguf is not None:
             kept = read_tokenizer(self._gguf)
@@ -103,11 +85,7 @@ class LoadedModel:
 
     @functools.cached_property
     def backend(self) -> SlotBackend:
-        """The model with its weights.
-
-        Raises:
-            UserError: as `load_backend`.
-        """
+        """The model with its weights."""
         made, bits = self._as_it_is(), WEIGHTS[self._options.weights]
         if bits is not None:
             made = made.rounded(bits)
@@ -128,7 +106,7 @@ class LoadedModel:
             return own
         if self._gguf is None and (packed := read_packed(str(self._where), self.name, self._options)) is not None:
             return packed
-        made = load_backend(self.name, **self._options.of_transformers)
+        made = load_backend(self.name, self._options)
         if self._check is not None and type(made) is LeanBackend:
             # a tokenizer without transformers is described by transformers' own
             fast = isinstance(self.tokenizer, FastTokenizer)

@@ -25,21 +25,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Match:
-    """A model that may draft for a target.
+    """A model that may draft for a target."""
 
-    Attributes:
-        name: that `--draft` takes.
-        nbytes: that are read for a token.
-        share: of the target's.
-        why_not: why it cannot draft; empty where it can.
-        shared: with another vocabulary, the share of the target's tokens in a text that it has, too.
-    """
-
-    name: str
-    nbytes: int
-    share: float
-    why_not: str
-    shared: float | None = None
+    name: str  # that `--draft` takes
+    nbytes: int  # that are read for a token
+    share: float  # of the target's
+    why_not: str  # why it cannot draft; empty where it can
+    shared: float | None = None  # with another vocabulary, the share of the target's tokens in a text that it has, too
 
     def gain(self, accepted: float) -> tuple[float, int]:
         """Speed-up over plain decoding at the best length, and that length, by bytes alone.
@@ -74,9 +66,6 @@ def matches(target: LoadedModel, folders: Iterable[Path] = ()) -> list[Match]:
         target: whose tokenizer is compared; its weights are not read.
         folders: that are searched for .gguf files and directories of models, beside what `found_files` finds and the
             registered models that are here.
-
-    Raises:
-        UserError: the target cannot be read.
     """
     whole = _read_bytes(target.name)
     names = [name for name in models.REGISTRY if models.pulled(name)]

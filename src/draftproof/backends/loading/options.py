@@ -24,30 +24,21 @@ WEIGHTS: dict[str, int | None] = {"auto": None, **{f"int{bits}": bits for bits i
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How a model is loaded: the arguments of `by_name.load_backend`, which explains them, and some more.
-
-    Attributes:
-        activations: one of ACTIVATIONS; see `gguf_model.read_model`.
-        weights: one of WEIGHTS: the model is rounded to so many bits when it has been read.
-        kv_dtype: one of KV_DTYPES; see `SlotBackend.round_kv`.
-
-    Raises:
-        UserError: another value of the last three.
-    """
+    """How a model is loaded; `engine.options.EngineOptions` says what the values of most fields mean."""
 
     dtype: str = "auto"
     device: str | Mapping[str, Any] | None = None
     trust_remote_code: bool = False
     check: bool = True
-    backend: str = "auto"
+    backend: str = "auto"  # one of `by_name.BACKENDS`
     adapter: str | None = None
-    attn_implementation: str | None = None
-    quantization_config: Any = None
-    plainly: bool = False
+    attn_implementation: str | None = None  # one of `by_name.ATTENTION`
+    quantization_config: Any = None  # also the packed layers of a quantized checkpoint
+    plainly: bool = False  # take backend `generate` in place of `auto` for a model whose drafts cannot be taken back
     tensor_parallel: int = 1
     activations: str = ACTIVATIONS[0]
-    weights: str = "auto"
-    kv_dtype: str = "auto"
+    weights: str = "auto"  # one of WEIGHTS
+    kv_dtype: str = "auto"  # one of KV_DTYPES
 
     def __post_init__(self) -> None:
         """Read the names that only draftproof knows."""
@@ -60,24 +51,13 @@ class LoadOptions:
                 raise UserError(f"{name}: expected one of {', '.join(legal)}, got {value!r}")
 
     def own_dtype(self, default: torch.dtype, backend: str = "lean") -> torch.dtype | None:
-        """The dtype of hidden states where weights of few bits are read natively; None where transformers reads them.
-
-        Args:
-            default: that of dtype "auto".
-            backend: that reads them.
-        """
+        """The dtype of hidden states where weights of few bits are read natively by `backend`; None elsewhere."""
         dtypes = {"auto": default, "float32": torch.float32, "bfloat16": torch.bfloat16}
         altered = self.adapter or self.attn_implementation or self.quantization_config is not None
         if altered or self.tensor_parallel != 1 or self.backend not in ("auto", backend):
             return None
         on_cpu = isinstance(self.device, str | None) and parse_device(self.device).type == "cpu"
         return dtypes.get(self.dtype) if on_cpu else None
-
-    @property
-    def of_transformers(self) -> dict[str, Any]:
-        """The arguments of `by_name.load_backend`."""
-        of_draftproof = ("activations", "weights", "kv_dtype")
-        return {name: value for name, value in vars(self).items() if name not in of_draftproof}
 
 
 def draft_dtype(name: str, dtype: str) -> tuple[str, int | None]:
@@ -86,9 +66,6 @@ def draft_dtype(name: str, dtype: str) -> tuple[str, int | None]:
     Args:
         name: a name of a dtype, or "int8" or "int4".
         dtype: the target's, which "auto" stands for.
-
-    Raises:
-        UserError: unknown name.
     """
     quantized = {f"int{bits}": bits for bits in BITS}
     if name in quantized:
@@ -99,22 +76,14 @@ def draft_dtype(name: str, dtype: str) -> tuple[str, int | None]:
 
 
 def parse_dtype(name: str) -> torch.dtype | str:
-    """The torch dtype of a name; "auto" stays.
-
-    Raises:
-        UserError: unknown name.
-    """
+    """The torch dtype of a name; "auto" stays."""
     if name not in DTYPES:
         raise UserError(f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
     return DTYPES[name]
 
 
 def parse_device(name: str | None) -> torch.device:
-    """The torch device of a name; None picks an accelerator when there is one.
-
-    Raises:
-        UserError: not a device of this machine.
-    """
+    """The torch device of a name; None picks an accelerator when there is one."""
     if name is None:
         return (
             torch.accelerator.current_accelerator() or torch.device("cpu")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,6 @@ def read_packed(where: str, name: str, options: LoadOptions) -> SlotBackend | No
     """The model in a checkpoint of one of the methods; None where it is another kind, or transformers reads it.
 
     A model that has no lean forward here is transformers' own with linear layers of ours.
-
-    Args:
-        where: directory or hub id of the checkpoint.
-        name: for errors and reports.
-        options: how it is loaded.
     """
     config = _config(where)
     method = (config.get("quantization_config") or {}).get("quant_method")
@@ -79,8 +75,8 @@ def read_packed(where: str, name: str, options: LoadOptions) -> SlotBackend | No
     except (KeyError, OSError, SafetensorError, TypeError, ValueError) as cause:
         _log.warning("%s is read by transformers and the packages of %s: %s is missing or odd", name, method, cause)
         return None
-    changed = {"dtype": str(dtype).removeprefix("torch."), "quantization_config": layers}
-    return load_backend(name, **{**options.of_transformers, **changed})
+    changed = replace(options, dtype=str(dtype).removeprefix("torch."), quantization_config=layers)
+    return load_backend(name, changed)
 
 
 def _config(where: str) -> dict[str, Any]:
@@ -179,11 +175,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 class ConfigKeys:
-    """A config under the names that the metadata of GGUF files have (`gguf_model.Keys`).
-
-    Args:
-        config: of transformers.
-    """
+    """A config under the names that the metadata of GGUF files have (`gguf_model.Keys`)."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
@@ -223,13 +215,7 @@ class ConfigKeys:
 
 
 class OssWeights(Weights):
-    """The tensors of a gpt-oss checkpoint with experts in MXFP4, under the names that the lean forward has for them.
-
-    Args:
-        folder: with safetensors files.
-        dtype: of all tensors but the weights of experts.
-        dense: whether these are read as the numbers that they stand for.
-    """
+    """The tensors of a gpt-oss checkpoint with experts in MXFP4, under the names that the lean forward has for them."""
 
     bits = 4
 

@@ -25,27 +25,14 @@ from draftproof.errors import reason
 
 @dataclass(frozen=True)
 class PackedLayers:
-    """Linear layers of a checkpoint, made of its packed matrices.
+    """Linear layers of a checkpoint, made of its packed matrices."""
 
-    Attributes:
-        config: transformers' own of the model, without a word of its quantization.
-        layers: by the names of the modules that they replace.
-    """
-
-    config: Any
-    layers: Mapping[str, nn.Module]
+    config: Any  # transformers' own of the model, without a word of its quantization
+    layers: Mapping[str, nn.Module]  # by the names of the modules that they replace
 
     @classmethod
     def of(cls, where: str, weights: PackedWeights) -> PackedLayers:
-        """Make the layers.
-
-        Args:
-            where: directory or hub id of the checkpoint.
-            weights: its tensors.
-
-        Raises:
-            UnreadError: a packed matrix is no linear layer of the model.
-        """
+        """Make the layers."""
         from transformers import AutoConfig
 
         try:

@@ -33,15 +33,7 @@ class PackedWeights(Weights):
     """The tensors of a checkpoint; matrices whose weights are packed have the layout of C.
 
     Args:
-        folder: with safetensors files.
-        fields: its quantization_config.
-        dtype: of the other tensors.
         dense: whether packed matrices whose inputs would be rounded are read as the numbers that they stand for.
-
-    Attributes:
-        bits: of a packed weight.
-        dtype: of products, and of the other tensors.
-        packed: names of the packed matrices, without ".weight".
 
     Raises:
         UnreadError: fields that are not known here, or no packed matrix.
@@ -55,6 +47,7 @@ class PackedWeights(Weights):
         self._method = _method_of(fields)
         self.bits = self._method.bits
         ending = f".{self._method.marker}"
+        # names of the packed matrices, without ".weight"
         self.packed = frozenset(name.removesuffix(ending) for name in self._files if name.endswith(ending))
         if not self.packed:
             raise UnreadError(f"it has no tensor whose name ends with {ending}: none of its matrices is packed")
@@ -70,11 +63,7 @@ class PackedWeights(Weights):
         return dense_of(made) if self._dense and LAYOUTS[made.type].inputs != AS_FLOATS else made
 
     def matrix(self, stem: str) -> StoredMatrix:
-        """A packed matrix.
-
-        Raises:
-            UnreadError: its tensors do not fit together, or have another form than those that are known here.
-        """
+        """A packed matrix."""
         return self._method.matrix(self, stem)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -96,16 +85,7 @@ class PackedWeights(Weights):
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def plain(self, name: str, dtype: torch.dtype | None = None, numbers: int | None = None) -> Tensor:
-        """A tensor as it is stored.
-
-        Args:
-            name: its name.
-            dtype: that it must have; None for any.
-            numbers: how many it must have; None for any.
-
-        Raises:
-            UnreadError: it is not there, or another one.
-        """
+        """A tensor as it is stored, which must have this dtype and so many numbers."""
         if name not in self._files:
             raise UnreadError(f"it has no tensor {name}")
         found: Tensor = self._files[name].get_tensor(name)
@@ -124,13 +104,7 @@ def grouped(
     scales: Float[Tensor, "out groups"],
     dtype: torch.dtype,
 ) -> StoredMatrix:
-    """A matrix in groups as C reads it.
-
-    Args:
-        numbers: of 4 bits.
-        zeros: the number that stands for 0 in each group.
-        scales: of each group; float16 must hold them exactly.
-        dtype: of what products make.
+    """A matrix in groups as C reads it: numbers of 4 bits, and of each group a scale and the number that stands for 0.
 
     Raises:
         UnreadError: scales that float16 does not hold, or a size of groups that is not known.
@@ -155,13 +129,7 @@ def grouped(
 def in_bytes(
     numbers: Int8[Tensor, "out in"], scales: Float[Tensor, "out groups"], kind: int, dtype: torch.dtype
 ) -> StoredMatrix:
-    """A matrix of numbers of 8 bits as C reads it.
-
-    Args:
-        numbers: signed.
-        scales: of each group of inputs, at least 128 of them unless a row has one scale.
-        kind: INT8 or INT8_BY_ROW.
-        dtype: of what products make.
+    """A matrix of signed numbers of 8 bits as C reads it, with a scale for each row or each 128 inputs or more.
 
     Raises:
         UnreadError: a size of rows or of groups that is not known.
@@ -179,21 +147,13 @@ def in_bytes(
 
 @dataclass(frozen=True)
 class _Method:
-    """How a method stores matrices.
+    """How a method stores matrices."""
 
-    Attributes:
-        bits: of a number.
-        marker: kind of a tensor that only packed matrices have.
-        beside: kinds of their further tensors.
-        shape: of a matrix by its name without a kind, [out, in].
-        matrix: by that name.
-    """
-
-    bits: int
-    marker: str
-    beside: tuple[str, ...]
-    shape: Callable[[PackedWeights, str], tuple[int, ...]]
-    matrix: Callable[[PackedWeights, str], StoredMatrix]
+    bits: int  # of a number
+    marker: str  # kind of a tensor that only packed matrices have
+    beside: tuple[str, ...]  # kinds of their further tensors
+    shape: Callable[[PackedWeights, str], tuple[int, ...]]  # of a matrix by its name without a kind, [out, in]
+    matrix: Callable[[PackedWeights, str], StoredMatrix]  # by that name
 
 
 def _method_of(fields: Mapping[str, Any]) -> _Method:

@@ -27,9 +27,6 @@ _PACKAGES = {  # by method: what its error does not always name
 def read_quantization(given: Any) -> Any:
     """The transformers quantization config that an option stands for, new at each call: loading changes it.
 
-    Args:
-        given: one of LEGAL.
-
     Raises:
         UserError: none of these, an unknown method or field, or a package that is missing.
     """
@@ -97,10 +94,6 @@ def quantization_for(source: str, given: Any) -> Any:
     A checkpoint that is quantized already is refused, since transformers leaves it as it is, with a warning. Legal
     there is a config of the same method that says how its weights are read (dequantized, by which kernels).
 
-    Args:
-        source: hub id or directory.
-        given: as in `read_quantization`.
-
     Raises:
         UserError: as `read_quantization`, and naming the method of a quantized checkpoint.
     """
@@ -115,11 +108,7 @@ def quantization_for(source: str, given: Any) -> Any:
 
 
 def refuse_unknown_quantization(source: str, model: Any) -> None:
-    """Refuse weights quantized by a method that transformers does not know: it loads them as they are, with a warning.
-
-    Raises:
-        UserError: naming the method.
-    """
+    """Refuse weights quantized by a method that transformers does not know: it loads them as they are, and warns."""
     given = getattr(model.config, "quantization_config", None)
     if isinstance(given, dict):  # transformers makes an object of what it knows
         method = given.get("quant_method")

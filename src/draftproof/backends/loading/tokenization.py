@@ -31,11 +31,7 @@ _TEXT = (
 
 
 def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model that is given as a hub id, a directory or a .gguf file.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The tokenizer of a model that is given as a hub id, a directory or a .gguf file."""
     where = Path(source)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if is_gguf(where):
@@ -52,11 +48,7 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def read_tokenizer(file: GGUFFile) -> FastTokenizer | None:
-    """The tokenizer of a GGUF file without transformers; None where it is of a kind that is not read here.
-
-    Raises:
-        UserError: as `read_file_tokenizer`.
-    """
+    """The tokenizer of a GGUF file without transformers; None where it is of a kind that is not read here."""
     read = read_file_tokenizer(file)
     if read is None:
         return None
@@ -67,11 +59,7 @@ def read_tokenizer(file: GGUFFile) -> FastTokenizer | None:
 
 
 def refuse_different(target: Any, draft: Any, *, target_name: str, draft_name: str) -> None:
-    """Refuse two tokenizers that have different ids for the same token.
-
-    Raises:
-        UserError: naming the first token that differs, or how few tokens the two share.
-    """
+    """Refuse two tokenizers that have different ids for the same token."""
     why = why_different(draft, target)
     if why is not None:
         raise UserError(
@@ -80,11 +68,7 @@ def refuse_different(target: Any, draft: Any, *, target_name: str, draft_name: s
 
 
 def shared_tokens(target: Any, draft: Any, *, target_name: str, draft_name: str) -> TokenMap | None:
-    """The tokens that a draft model shares with a target; None where the same ids are the same tokens.
-
-    Raises:
-        UserError: too few of them, in the words of `refuse_different`.
-    """
+    """The tokens that a draft model shares with a target; None where the same ids are the same tokens."""
     if why_different(draft, target) is None:
         return None
     try:

@@ -51,15 +51,10 @@ _COLUMNS = 256  # of each row of logits that are kept
 
 @dataclass
 class KeptCheck:
-    """What is kept of the check of a model.
+    """What is kept of the check of a model."""
 
-    Attributes:
-        key: everything that the check depends on.
-        row: what an earlier check found; None where the model must be checked.
-    """
-
-    key: dict[str, Any]
-    row: dict[str, Any] | None
+    key: dict[str, Any]  # everything that the check depends on
+    row: dict[str, Any] | None  # what an earlier check found; None where the model must be checked
 
     @classmethod
     def of(cls, folder: Path, options: LoadOptions) -> KeptCheck | None:
@@ -68,14 +63,7 @@ class KeptCheck:
         return None if key is None else cls(key, _row(key))
 
     def tokenizer(self, original: Callable[[], Any]) -> FastTokenizer:
-        """The model's tokenizer.
-
-        Args:
-            original: loads transformers' own.
-
-        Raises:
-            UserError: it was not kept.
-        """
+        """The model's tokenizer."""
         assert self.row is not None, "only what was checked can be read"
         store = _store()
         content = store.text(store.name(self.key, _TOKENIZER))
@@ -86,11 +74,7 @@ class KeptCheck:
         return FastTokenizer(content, Description(**self.row["tokenizer"]), original)
 
     def backend(self, name: str) -> LeanForward:
-        """The model, its logits compared with those that were kept.
-
-        Raises:
-            UserError: they differ.
-        """
+        """The model, its logits compared with those that were kept."""
         assert self.row is not None, "only what was checked can be read"
         dtype = parse_dtype(self.row["dtype"])
         device = torch.device(self.key["device"])

@@ -28,14 +28,10 @@ MEASURED_BITS = 4  # of a weight; with 8, errors are small wherever they are
 
 
 class InputStatistics:
-    """Sums of one layer's inputs, and of their squares.
-
-    Attributes:
-        rows: that were added.
-    """
+    """Sums of one layer's inputs, and of their squares."""
 
     def __init__(self) -> None:
-        self.rows = 0
+        self.rows = 0  # that were added
         self._sum: Float32[Tensor, " in"] | None = None
         self._squares: Float32[Tensor, " in"] | None = None
 
@@ -76,12 +72,7 @@ class InputStatistics:
 
 
 class MeasuredProduct(Product):
-    """A product that also adds to the statistics of its inputs.
-
-    Args:
-        product: the product.
-        statistics: of its inputs.
-    """
+    """A product that also adds to the statistics of its inputs."""
 
     def __init__(self, product: Product, statistics: InputStatistics) -> None:
         self.weight = product.weight
@@ -102,12 +93,7 @@ class MeasuredProduct(Product):
 
 
 class MeasuredLinear(nn.Module):
-    """A layer of a transformers model that also adds to the statistics of its inputs.
-
-    Args:
-        layer: a linear layer.
-        statistics: of its inputs.
-    """
+    """A layer of a transformers model that also adds to the statistics of its inputs."""
 
     def __init__(self, layer: nn.Module, statistics: InputStatistics) -> None:
         super().__init__()
@@ -130,10 +116,6 @@ def write(backend: SlotBackend, statistics: Collection[InputStatistics]) -> Iter
     has never read a text without such a token has inputs of another kind there. Where a model names neither, rows begin
     with tokens from all over the vocabulary. What the first pass adds is dropped: first tokens have activations like no
     others.
-
-    Args:
-        backend: with sessions of its own.
-        statistics: those that its layers add to.
     """
     vocab, most, facts = backend.vocab_size, backend.max_positions, backend.facts
     named = (each for each in (facts.bos_token_id, *facts.eos_token_ids) if each is not None and 0 <= each < vocab)

@@ -49,12 +49,8 @@ def measure(
 ) -> Generator[None]:
     """Fill statistics with what was found in an earlier run; else let the model write a text, in steps, and keep it.
 
-    Args:
-        statistics: of the inputs of matrices, by name; empty.
-        weights: the matrices, or parts of a layout of them, by the same names.
-        write: lets the model write a text, in steps (`calibration.write`).
-        name: the model's, for the file's metadata.
-        kept: whether files may be read and written; not for weights that change in every step of a training.
+    Statistics are empty; weights are found by the same names, and may be parts of a layout of them. Nothing is kept of
+    weights that change in every step of a training.
     """
     place = _name(weights) if kept and os.environ.get(VARIABLE) != "0" else None
     if place is not None and _read(place, statistics):

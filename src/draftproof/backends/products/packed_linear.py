@@ -39,12 +39,7 @@ _ROWS = 9  # rows that the packed layout is optimized for: those of a verificati
 
 @functools.cache
 def packs(dtype: torch.dtype, device: str) -> bool:
-    """Whether this torch and this processor can multiply packed weights of a dtype.
-
-    Args:
-        dtype: of the weights.
-        device: type of device, such as "cpu".
-    """
+    """Whether this torch and this processor can multiply packed weights of a dtype."""
     if device != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     try:
@@ -77,18 +72,14 @@ class Product:
 
     Args:
         weight: plain; not kept here where packed weights are supported.
-        bias: if there is one.
         pack: whether to pack the weight where that is supported.
-
-    Attributes:
-        layout: of the weight, "native", "oneDNN" or "plain".
     """
 
     def __init__(
         self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None, *, pack: bool = True
     ) -> None:
         self.bias = bias
-        self.layout = "plain"
+        self.layout = "plain"  # of the weight, "native", "oneDNN" or "plain"
         self.weight: Any = weight  # a tensor, or in a layout of native/
         self._multiply: Callable[..., Tensor] = F.linear
         operations = native.operations_for(weight) if pack else None
@@ -124,11 +115,8 @@ class Product:
     def quantized(self, bits: int, group: int = GROUP, inputs: MeasuredInputs | None = None) -> Product:
         """The same product with a quantized weight, as a draft reads it; see `why_not_quantized`.
 
-        Args:
-            bits: of a weight.
-            group: inputs of an output that share a scale and an offset.
-            inputs: what is known of them: which errors count, and what outputs lack on the mean, which is added to the
-                bias. By default all errors count alike.
+        What is known of the inputs says which errors count, and what outputs lack on the mean, which is added to the
+        bias; by default all errors count alike.
         """
         made = copy.copy(self)
         if isinstance(self.weight, Interleaved):
@@ -150,12 +138,7 @@ class Product:
         """`quantized` for an output layer: with 4 bits its largest outputs are computed again.
 
         A large layer has 2 bits then, and more outputs are computed again: that reads half as much, and a draft is as
-        good. It needs a plain weight, whose rows can be read one by one.
-
-        Args:
-            bits: of a weight.
-            table: the plain weight, where there is one (that of a tied embedding); else rows are copied from this one.
-            inputs: as of `quantized`.
+        good. It needs a plain weight, whose rows can be read one by one: the `table` of a tied embedding, else a copy.
         """
         if bits > 4:
             return self.quantized(bits, inputs=inputs)
@@ -221,16 +204,10 @@ class PlainProduct(Product):
 
 
 class RescoredProduct(Product):
-    """A quantized output layer whose largest outputs are computed again with the whole weights.
+    """A quantized output layer; the `count` largest outputs of a row are computed again with a table of whole weights.
 
     Errors of an output layer are errors of logits, and those of the likely tokens matter. So a few whole rows are read
     for each token, and the others cost as little as 4 bits do.
-
-    Args:
-        rough: the quantized product.
-        table: the whole weights.
-        bias: their own, if there is one.
-        count: of a row's outputs that are computed again.
     """
 
     def __init__(
@@ -293,9 +270,6 @@ class Part(nn.Module):
     """The replacement of a linear layer whose weight is part of a packed product: some of its outputs.
 
     Args:
-        product: the packed product.
-        start: its first output here.
-        stop: one more than its last.
         places: where each of the layer's outputs is among these; None where they have the same order.
     """
 
@@ -335,11 +309,8 @@ class Part(nn.Module):
 def fuse(owner: Any, names: Sequence[str], *, rows: Int[Tensor, " outs"] | None = None, pack: bool = True) -> Product:
     """Make one product from linear layers of a module that read the same input; the module works on, untrainable.
 
-    Args:
-        owner: the module.
-        names: its linear layers, in the order of their outputs; if some have a bias, the others get zeros.
-        rows: the order of all outputs in the product, if it is another one; those of a layer stay together.
-        pack: see `Product`.
+    If some of them have a bias, the others get zeros. `rows` is another order of all outputs, in which those of a layer
+    stay together.
     """
     layers = [getattr(owner, name) for name in names]
     weights, bias = [layer.weight for layer in layers], None
@@ -397,7 +368,6 @@ class StoredProduct(Product):
 
     Args:
         matrices: whose outputs follow one another (`ggml.why_not_joined`).
-        bias: if there is one.
     """
 
     def __init__(self, matrices: Sequence[StoredMatrix], bias: Float[Tensor, " out"] | None = None) -> None:
@@ -437,11 +407,7 @@ def _multiplied(
 
 
 def operations_for_stored(matrix: StoredMatrix) -> Operations:
-    """The native operations that multiply a stored matrix.
-
-    Raises:
-        UserError: they are off or not available.
-    """
+    """The native operations that multiply a stored matrix."""
     operations = native.operations_for(torch.empty(0, dtype=matrix.dtype))
     if operations is None:
         raise UserError(f"weights of few bits in their own numbers need native operations ({native.VARIABLE})")

@@ -17,9 +17,6 @@ class StoredLinear(Part):
 
     Args:
         product: of all matrices that are read with the same inputs.
-        start: its first output here.
-        stop: one more than its last.
-        places: which of these each of the layer's outputs is; None where they have the same order.
         inputs: which of the layer's inputs each of the product's is; None where they have the same order.
 
     Attributes:
@@ -51,12 +48,7 @@ class StoredLinear(Part):
 
 
 class StoredEmbedding(nn.Module):
-    """Rows of a matrix of few bits.
-
-    Args:
-        matrix: with a row for each token.
-        factor: of the rows.
-    """
+    """Rows of a matrix of few bits, times a factor."""
 
     def __init__(self, matrix: StoredMatrix, factor: float = 1.0) -> None:
         super().__init__()

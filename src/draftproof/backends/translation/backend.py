@@ -22,27 +22,17 @@ _WIDER = 1.25  # positions for a token of a text; SmolLM2 takes 1.04 for one of 
 
 
 class TranslatedBackend:
-    """A backend whose sessions and rows are over the target's vocabulary.
-
-    Args:
-        inner: the draft model.
-        tokens: the map from its tokens to the target's.
-
-    Attributes:
-        inner: as given.
-        name, device, capabilities: the draft model's.
-        vocab_size: how many tokens are shared.
-        max_positions: as many tokens of the target at most; `room` says how many after a text.
-    """
+    """A backend whose sessions and rows are over the target's vocabulary."""
 
     def __init__(self, inner: Backend, tokens: TokenMap) -> None:
         self.inner = inner
         self.name = inner.name
         self.device = inner.device
         self.capabilities = inner.capabilities
+        # as many tokens of the target at most; `room` says how many after a text
         self.max_positions = inner.max_positions
         self._map = tokens.within(inner.vocab_size)
-        self.vocab_size = len(self._map)
+        self.vocab_size = len(self._map)  # how many tokens are shared
         self._ids: Int[Tensor, " width"] = self._map.target_ids.to(inner.device)
         self._columns: Int[Tensor, " width"] = self._map.draft_ids.to(inner.device)
 
@@ -84,15 +74,7 @@ class TranslatedBackend:
 
 
 class TranslatedSlotBackend(TranslatedBackend):
-    """The same around a model that is loaded.
-
-    Args:
-        inner: the draft model.
-        tokens: the map from its tokens to the target's.
-
-    Attributes:
-        facts: the draft model's.
-    """
+    """The same around a model that is loaded."""
 
     def __init__(self, inner: SlotBackend, tokens: TokenMap) -> None:
         super().__init__(inner, tokens)

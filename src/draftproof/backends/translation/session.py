@@ -15,13 +15,6 @@ class TranslatedSession(Session):
 
     The draft model's session is brought up to date by `unread` when something is read, so a rollback changes nothing
     in it.
-
-    Args:
-        tokens: the map between both vocabularies.
-        inner: the draft model's session.
-
-    Attributes:
-        inner: as given.
     """
 
     def __init__(self, tokens: TokenMap, inner: Session) -> None:

@@ -43,10 +43,6 @@ class TokenMap:
         spell: the draft model's tokens for any token of the target; asked only for those without a pair.
         opening: the draft model's tokens before a text.
 
-    Attributes:
-        draft_ids, target_ids: the pairs, by ascending id of the target.
-        opening: as given.
-
     Raises:
         ValueError: no pairs, or two of them with one target token.
     """
@@ -58,6 +54,7 @@ class TokenMap:
         if not 0 < len(back) == len(pairs):
             raise ValueError(f"expected pairs with as many different target tokens, got {len(pairs)} and {len(back)}")
         self.target_ids = torch.tensor(sorted(back))
+        # draft_ids, target_ids: the pairs, by ascending id of the target
         self.draft_ids = torch.tensor([back[each][0] for each in sorted(back)])
         self.opening = tuple(opening)
         self._shared = back.keys()
@@ -89,37 +86,24 @@ class TokenMap:
 
 
 class TokenContents:
-    """What the tokens of a tokenizer stand for.
-
-    Args:
-        tokenizer: of transformers, on the library `tokenizers`, or one with its methods.
-
-    Attributes:
-        vocab: ids by token.
-        bytes_of: by id; of special tokens their text.
-        ordinary: the token of each content; of several tokens with one content the one that texts are encoded with.
-        special: ids of special tokens.
-        eos, bos: ids of these roles.
-        opening: tokens before a text.
-
-    Raises:
-        ValueError: a tokenizer of another kind.
-    """
+    """What the tokens of a tokenizer stand for."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        self.vocab: dict[str, int] = tokenizer.get_vocab()
+        self.vocab: dict[str, int] = tokenizer.get_vocab()  # ids by token
         anchor = next((index for token, index in self.vocab.items() if token.isascii() and token.isalnum()), None)
         if self._backend is None or anchor is None:
             raise ValueError("a tokenizer that is not made by the library tokenizers, or has no ordinary token")
         self.eos: int | None = tokenizer.eos_token_id
         self.bos: int | None = tokenizer.bos_token_id
+        # ids of special tokens
         self.special = {index for index, each in tokenizer.added_tokens_decoder.items() if each.special}
         self.opening = list(takewhile(self.special.__contains__, self._backend.encode("a").ids))
         pieces = sorted(self.vocab.items(), key=lambda item: (_BYTE.fullmatch(item[0]) is not None, item[1]))
         before = len(self._decoded([[anchor]])[0])
         texts = self._decoded([[anchor, index] for _, index in pieces])
-        self.bytes_of: dict[int, bytes] = {}
+        self.bytes_of: dict[int, bytes] = {}  # by id; of special tokens their text
+        # the token of each content; of several tokens with one content the one that texts are encoded with
         self.ordinary: dict[bytes, int] = {}
         for (piece, index), text in zip(pieces, texts, strict=True):
             content = piece.encode() if index in self.special else token_bytes(piece, text[before:])
@@ -156,11 +140,7 @@ class TokenContents:
 
 
 def map_tokens(target: TokenContents, draft: TokenContents) -> TokenMap:
-    """The map between two tokenizers: ordinary tokens by bytes, special ones by text, and else those of one role.
-
-    Raises:
-        ValueError: they share no token.
-    """
+    """The map between two tokenizers: ordinary tokens by bytes, special ones by text, and else those of one role."""
     pairs = {draft.ordinary[each]: target.ordinary[each] for each in draft.ordinary.keys() & target.ordinary.keys()}
     found = set(pairs.values())
 
@@ -178,19 +158,12 @@ def map_tokens(target: TokenContents, draft: TokenContents) -> TokenMap:
     pair(draft.bos, target.bos)
     unknown = 0 if draft.eos is None else draft.eos
     return TokenMap(
-        pairs,
-        lambda token: draft.spelled(target.bytes_of.get(token, b"")) or [unknown],
-        opening=draft.opening,
+        pairs, lambda token: draft.spelled(target.bytes_of.get(token, b"")) or [unknown], opening=draft.opening
     )
 
 
 def token_bytes(piece: str, text: str) -> bytes:
-    """The bytes of a token, also where they are a part of a character.
-
-    Args:
-        piece: the token as its vocabulary has it.
-        text: what it adds to a text.
-    """
+    """The bytes of a token, also where they are a part of a character."""
     if _REPLACEMENT not in text:
         return text.encode()
     if found := _BYTE.fullmatch(piece):

@@ -14,6 +14,7 @@ from draftproof import models
 from draftproof.backends.heads.feature_net import FeatureNet, load_net, save_net
 from draftproof.backends.hf.truncate import first_layers
 from draftproof.backends.loading.by_name import Loaded, load_backend, refuse_gguf
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.backends.model_info import end_tokens
 from draftproof.engine.engine import Engine
@@ -67,7 +68,7 @@ def evaluate_drafter(options: DrafterOptions, *, watch: Watch = silent) -> Resul
     """Acceptance along known tokens and tokens per target call, on held-out text and on the target's own answers."""
     facts = run_facts()
     refuse_gguf(options.target, "the evaluation of a feature head")
-    target = load_backend(options.target, dtype=options.dtype)
+    target = load_backend(options.target, LoadOptions(dtype=options.dtype))
     tokenizer = load_tokenizer(models.resolve(options.target))
     trained = load_net(options.head)
     nets = {HEAD: trained, UNTRAINED: _untrained(trained)}

@@ -11,6 +11,7 @@ import torch
 
 from draftproof import models
 from draftproof.backends.loading.by_name import load_backend, load_model, refuse_gguf
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.errors import UserError
 from draftproof.progress import Watch, silent
@@ -68,7 +69,7 @@ def evaluate_pair(options: PairOptions, *, watch: Watch = silent) -> Results:
             f"too little held-out text: needed are an opening of at most 64 tokens and {PROMPT} tokens together"
         )
     nbytes = sum(len(example.text.encode()) for example in examples[:taken])
-    target, draft = loaded = [load_model(models.resolve(name), dtype="float32").eval() for name in names]
+    target, draft = loaded = [load_model(models.resolve(name), LoadOptions(dtype="float32")).eval() for name in names]
     shown = [without_directory(name) for name in names]
     found: dict[str, Any] = {
         "bytes": nbytes,
@@ -77,7 +78,7 @@ def evaluate_pair(options: PairOptions, *, watch: Watch = silent) -> Results:
         "acceptance": distil.agreement(target, draft, windows)["acceptance"],
         "seeds": [],
     }
-    backends = [load_backend(name, dtype="float32") for name in names]
+    backends = [load_backend(name, LoadOptions(dtype="float32")) for name in names]
     pair = ModelPair(backends[0], backends[1], SamplingParams())
     openings = windows[(windows[:, :PROMPT] >= 0).all(-1)][:32, :PROMPT]
     with watch("evaluating", len(options.seeds), 0) as tick:

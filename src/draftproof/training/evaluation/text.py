@@ -11,6 +11,7 @@ from typing import Any
 
 from draftproof import models
 from draftproof.backends.loading.by_name import load_backend, refuse_gguf
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
@@ -108,7 +109,7 @@ def _judge(options: TextOptions) -> Judge:
     """Bits per byte of continuations, under the model that reads."""
     refuse_gguf(options.judge, "a judge of texts")
     tokenizer = load_tokenizer(models.resolve(options.judge))
-    model = load_backend(options.judge, dtype="float32")
+    model = load_backend(options.judge, LoadOptions(dtype="float32"))
     pair = ModelPair(model, model, SamplingParams())
 
     def bits_per_byte(pairs: Continuations) -> float:

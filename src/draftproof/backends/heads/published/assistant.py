@@ -15,27 +15,22 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
-from draftproof.backends.base import Capabilities, Feed, FeedOutput, Session
+from draftproof.backends.base import Feed, FeedOutput, Session
 from draftproof.backends.cache.sessions import SlotSession
 from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.base import HeadSession, TargetHead
 from draftproof.backends.heads.published.files import HeadFiles, cast, read_head, refuse_other_target
 from draftproof.backends.heads.published.layers import LayerShape, make_norm, make_product
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.products.packed_linear import Product
-from draftproof.errors import UserError, reason
+from draftproof.errors import UserError
 
 _FAMILIES = ("gemma4_text", "gemma4_unified_text")
 _SLIDING, _GATE = "sliding_attention", "gelu_pytorch_tanh"
 
 
 class Past(NamedTuple):
-    """What the rows of a sequence attend to.
-
-    Attributes:
-        rows: how many there are.
-        slot: of the target's session.
-        length: tokens that it holds.
-    """
+    """What the rows of a sequence attend to."""
 
     rows: int
     slot: int
@@ -46,19 +41,12 @@ class _Layer:
     """One layer.
 
     Args:
-        files: of the assistant.
-        shape: of its layers.
-        number: of the layer, from 0.
         source: number of the target's layer whose keys and values it reads.
-        target: for dtype and device.
-
-    Attributes:
-        kind: of its attention.
     """
 
     def __init__(self, files: HeadFiles, shape: LayerShape, number: int, source: int, target: SlotBackend) -> None:
         at, size, config = f"model.layers.{number}.", shape.size, shape.config
-        self.kind = config.layer_types[number]
+        self.kind = config.layer_types[number]  # of its attention
         self._source = source
         self._dim = int(config.per_layer_config[number].head_dim)
         self._window = shape.windows[number]
@@ -78,14 +66,6 @@ class _Layer:
     def __call__(
         self, x: Float[Tensor, "rows dim"], turn: tuple[Tensor, Tensor], pasts: Sequence[Past], target: SlotBackend
     ) -> Float[Tensor, "rows dim"]:
-        """The layer's output.
-
-        Args:
-            x: states.
-            turn: cosine and sine of each row's position.
-            pasts: what the rows attend to, one after another.
-            target: whose cache is read.
-        """
         queries = self._turned(self._query(self._before(x)).view(len(x), -1, self._dim))
         cosine, sine = (each.unsqueeze(1) for each in turn)
         left, right = queries.chunk(2, -1)
@@ -109,18 +89,7 @@ class _Layer:
 
 
 class AssistantNet:
-    """The network of an assistant.
-
-    Args:
-        files: of the assistant.
-        target: the model it was made for.
-
-    Attributes:
-        width: of the states that it reads and passes on, the target's.
-
-    Raises:
-        UserError: made for another model, weights that do not fit the config, or parts that are not read here.
-    """
+    """The network of an assistant."""
 
     def __init__(self, files: HeadFiles, target: HFBackend) -> None:
         from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
@@ -128,7 +97,7 @@ class AssistantNet:
         shape = _shape(files)
         config, vocab = shape.config, shape.vocab
         self._target = target
-        self.width = files.number("backbone_hidden_size")
+        self.width = files.number("backbone_hidden_size")  # of the states that it reads and passes on, the target's
         refuse_other_target(files, target, hidden=self.width, vocab=vocab)
         sources = _sources(files, config, target)
         self._enter = make_product(files, "pre_projection", shape.size, 2 * self.width, target)
@@ -145,8 +114,8 @@ class AssistantNet:
             count = files.number("num_centroids")
             self._kept = files.number("centroid_intermediate_top_k")
             if vocab % count or self._kept > count:
-                raise UserError(
-                    f"the assistant {files.source!r} has num_centroids {count} and centroid_intermediate_top_k "
+                raise files.refused(
+                    f"has num_centroids {count} and centroid_intermediate_top_k "
                     f"{self._kept}: expected a divisor of {vocab}, its vocabulary, and at most num_centroids"
                 )
             self._clusters = make_product(files, "masked_embedding.centroids", count, shape.size, target)
@@ -163,11 +132,7 @@ class AssistantNet:
     ) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "rows width"]]:
         """Logits of the next tokens, and the states that are passed on.
 
-        Args:
-            tokens: newest ones.
-            states: before them.
-            positions: of the last committed token of each row's sequence.
-            pasts: what the rows attend to, one after another.
+        Positions are those of the last committed tokens.
         """
         x = self._enter(torch.cat([self._target.embed(tokens).to(states.dtype), states], -1))
         turns = {kind: self._rope(x, positions, kind) for kind in {layer.kind for layer in self._layers}}
@@ -187,26 +152,10 @@ class AssistantNet:
 
 
 def _shape(files: HeadFiles) -> LayerShape:
-    """The shape of an assistant's layers.
-
-    Raises:
-        UserError: they are no layers of Gemma 4, or have parts that are not read here.
-    """
-    from transformers import AutoConfig
-
-    given = dict(files.config.get("text_config") or {})
-    family = given.pop("model_type", None)
-    if family not in _FAMILIES:
-        legal = " and ".join(_FAMILIES)
-        raise UserError(f"the assistant {files.source!r} has layers of type {family!r}: expected {legal}")
-    try:
-        config = AutoConfig.for_model(family, **given)
-    except Exception as cause:
-        raise UserError(f"the config of the assistant {files.source!r} cannot be used: {reason(cause)}") from cause
+    given = files.config.get("text_config") or {}
+    config = files.made(given.get("model_type"), _FAMILIES, given)
     if config.hidden_activation != _GATE:
-        raise UserError(
-            f"the assistant {files.source!r} has the activation {config.hidden_activation!r}: expected {_GATE}"
-        )
+        raise files.refused(f"has the activation {config.hidden_activation!r}: expected {_GATE}")
     windows = tuple(int(config.sliding_window) if kind == _SLIDING else None for kind in config.layer_types)
     first, sizes = config.per_layer_config[0], (config.hidden_size, config.intermediate_size)
     size, inner, heads, keys, dim, vocab = (
@@ -217,15 +166,11 @@ def _shape(files: HeadFiles) -> LayerShape:
 
 
 def _sources(files: HeadFiles, config: Any, target: HFBackend) -> dict[str, int]:
-    """For each kind of layer, the target's last one that has keys and values of its own.
-
-    Raises:
-        UserError: the target is no Gemma 4 with such layers, or its heads have another size.
-    """
+    """For each kind of layer, the target's last one that has keys and values of its own."""
     theirs = target.config
     if theirs.model_type != config.model_type:
-        raise UserError(
-            f"the assistant {files.source!r} reads keys and values of {config.model_type}, and {target.name} is "
+        raise files.refused(
+            f"reads keys and values of {config.model_type}, and {target.name} is "
             f"{theirs.model_type}: take an assistant that was made for this target"
         )
     own = theirs.layer_types[: theirs.num_hidden_layers - (theirs.num_kv_shared_layers or 0)]
@@ -233,41 +178,32 @@ def _sources(files: HeadFiles, config: Any, target: HFBackend) -> dict[str, int]
     for number, kind in enumerate(config.layer_types):
         dim = config.per_layer_config[number].head_dim
         if kind not in found or theirs.per_layer_config[found[kind]].head_dim != dim:
-            raise UserError(
-                f"the assistant {files.source!r} reads keys of {dim} numbers of a layer of kind {kind}, and "
+            raise files.refused(
+                f"reads keys of {dim} numbers of a layer of kind {kind}, and "
                 f"{target.name} has none: take an assistant that was made for this target"
             )
     return found
 
 
 def _members(files: HeadFiles, vocab: int, count: int) -> Int[Tensor, "clusters tokens"]:
-    """The tokens of each cluster.
-
-    Raises:
-        UserError: a token is in none of them, or in several.
-    """
     order = files.take("masked_embedding.token_ordering", [vocab]).long()
     if not torch.equal(order.sort().values, torch.arange(vocab)):
         raise UserError(f"masked_embedding.token_ordering of the assistant {files.source!r} is no order of all tokens")
     return order.view(count, -1)
 
 
-class AssistantSession(Session):
+class AssistantSession(HeadSession):
     """The tokens of a request, and the states of this round.
 
     Args:
         owner: the target's session; this one leaves out its first token.
-
-    Attributes:
-        root: number of tokens that were read before the draft.
-        made: the states after the last committed token and after each drafted one; None before the first feed of a
-            round.
     """
 
     def __init__(self, owner: Session) -> None:
         super().__init__()
         self.owner = owner
-        self.root = 0
+        self.root = 0  # number of tokens that were read before the draft
+        # the states after the last committed token and after each drafted one; None before the first feed of a round
         self.made: list[Tensor] | None = None
 
     def rewind(self) -> None:
@@ -276,11 +212,7 @@ class AssistantSession(Session):
         self.keep(min(self.root, self.stem))
 
     def above(self, feed: Feed) -> list[Tensor]:
-        """The states before the tokens of a feed, which must be drafted ones of one level.
-
-        Raises:
-            ValueError: they are not.
-        """
+        """The states before the tokens of a feed, which must be drafted ones of one level."""
         assert self.made is not None, "there is a draft"
         before = self.stem - self.root
         parents = () if feed.tree is None else feed.tree.parents
@@ -290,18 +222,8 @@ class AssistantSession(Session):
         return [self.made[place] for place in places]
 
 
-class AssistantBackend:
-    """An assistant over the target it was made for.
-
-    Args:
-        source: directory or hub id of the assistant.
-        target: the target's backend.
-
-    Raises:
-        UserError: as `read_head` and `AssistantNet`; a target on a backend whose keys are not transformers'.
-    """
-
-    back = 0
+class AssistantBackend(TargetHead):
+    """An assistant over the target it was made for."""
 
     def __init__(self, source: str, target: SlotBackend) -> None:
         if not (isinstance(target, HFBackend) and target.whole_keys):
@@ -313,21 +235,10 @@ class AssistantBackend:
         self._net = AssistantNet(files, target)
         files.refuse_left()
         self._target = target
-        self.name = f"assistant {source}"
-        self.layers: tuple[int, ...] = ()
-        self.deepest: int | None = None
-        self.vocab_size = target.vocab_size
-        self.device = target.device
-        self.max_positions = target.max_positions
-        self.capabilities = Capabilities(trees=True, hidden=self._net.width)
-        target.record_states()
-
-    def open(self) -> AssistantSession:
-        """A session without a target's."""
-        return self.follow(Session())
+        super().__init__(target, f"assistant {source}", width=self._net.width)
 
     def follow(self, owner: Session) -> AssistantSession:
-        """A session that reads what the target's session holds."""
+        """See `TargetHead`."""
         return AssistantSession(owner)
 
     @torch.inference_mode()

@@ -21,7 +21,6 @@ from draftproof.backends.cache.passes import in_passes
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.heads.base import FollowingSession
-from draftproof.backends.heads.published.borrowed import embedding_of, output_of, states_of, vocabulary_of
 from draftproof.backends.heads.published.files import (
     ALGORITHM,
     HeadFiles,
@@ -31,10 +30,10 @@ from draftproof.backends.heads.published.files import (
     refuse_other_target,
 )
 from draftproof.backends.heads.published.layers import LayerShape, Passes, make_layers, make_norm
+from draftproof.backends.heads.published.net import embedding_of, output_of, states_of, vocabulary_of
 from draftproof.backends.heads.published.parallel import ParallelBackend, ParallelSession, Places, Rows
 from draftproof.backends.lean.layers import Layer
 from draftproof.backends.products.packed_linear import Product
-from draftproof.errors import UserError
 from draftproof.tree import TokenTree
 
 _LONGEST = 64  # places of a block
@@ -50,41 +49,24 @@ _UNREAD = (  # fields of the authors' layouts, beside those that are nested, whi
 
 
 class Sight(NamedTuple):
-    """What the places of a block see.
+    """What the places of a block see."""
 
-    Attributes:
-        window: positions before the block; None for all of them.
-        causal: whether a place sees only itself and those before it in the block.
-    """
-
-    window: int | None
-    causal: bool
+    window: int | None  # positions before the block; None for all of them
+    causal: bool  # whether a place sees only itself and those before it in the block
 
 
 class _Block(NamedTuple):
-    """What a config says of a head's blocks.
+    """What a config says of a head's blocks."""
 
-    Attributes:
-        size: places of a block, with that of the last committed token.
-        mask: token of the others.
-        layers: of the target, as the config counts them from 0 before the first layer.
-        first: the first place whose row is that of a drafted token.
-        sights: of each layer.
-    """
-
-    size: int
-    mask: int
-    layers: Any
-    first: int
-    sights: tuple[Sight, ...]
+    size: int  # places of a block, with that of the last committed token
+    mask: int  # token of the others
+    layers: Any  # of the target, as the config counts them from 0 before the first layer
+    first: int  # the first place whose row is that of a drafted token
+    sights: tuple[Sight, ...]  # of each layer
 
     @classmethod
     def of(cls, files: HeadFiles, shape: LayerShape, target: SlotBackend, net: type[DFlashNet]) -> _Block:
-        """Read either layout.
-
-        Raises:
-            UserError: a size or a mask token that is out of range, or fields that are not read here.
-        """
+        """Read either layout."""
         config, windows = files.config, shape.windows
         size, mask = (files.field(key) for key in ("block_size", "mask_token_id"))
         if ALGORITHM in config:
@@ -101,36 +83,25 @@ class _Block(NamedTuple):
             said = files.nested.get("causal", config.get("is_causal"))
             causal = [window is not None if said is None else bool(said) for window in windows]
         if not isinstance(size, int) or not 2 <= size <= _LONGEST:
-            raise UserError(f"the head {files.source!r} has block_size {size!r}: expected 2 to {_LONGEST}")
+            raise files.refused(f"has block_size {size!r}: expected 2 to {_LONGEST}")
         return cls(size, mask_token_of(files, mask, target), layers, first, tuple(map(Sight, windows, causal)))
 
 
 def _refuse_strange(files: HeadFiles, more: Sequence[str]) -> None:
-    """Refuse fields of the authors' layout that change what is computed.
-
-    Raises:
-        UserError: naming one of them.
-    """
+    """Refuse fields of the authors' layout that change what is computed."""
     legal = (*_ORIGINAL, *more)
     found = {f"{files.nest}.{key}": value for key, value in files.nested.items() if value and key not in legal}
     found |= {key: files.config[key] for key in _UNREAD if files.config.get(key) not in (None, False, 0, 1)}
     if found:
         name, value = min(found.items())
-        raise UserError(
-            f"the head {files.source!r} has {name} {value!r}, which is not read here: expected {', '.join(legal)}"
-        )
+        raise files.refused(f"has {name} {value!r}, which is not read here: expected {', '.join(legal)}")
 
 
 class Before(NamedTuple):
-    """What a row may depend on.
+    """What a row may depend on."""
 
-    Attributes:
-        tokens: those before it, from the last committed one on.
-        states: of all places of its block.
-    """
-
-    tokens: list[int]
-    states: Float[Tensor, "places dim"]
+    tokens: list[int]  # those before it, from the last committed one on
+    states: Float[Tensor, "places dim"]  # of all places of its block
 
 
 def last_tokens(before: Sequence[Before], device: torch.device) -> Int[Tensor, " rows"]:
@@ -139,33 +110,16 @@ def last_tokens(before: Sequence[Before], device: torch.device) -> Int[Tensor, "
 
 
 class DFlashNet:
-    """The network of a DFlash head.
-
-    Args:
-        files: of the head.
-        target: the model it was made for.
-
-    Attributes:
-        algorithm: the drafter that reads it.
-        from_anchor: whether the place of the last committed token drafts too, where the config does not say.
-        whole_windows: whether places of layers with a window see later ones too, where the config does not say.
-        fields: further ones that the authors' layout may nest.
-        layers: of the target, whose hidden states it reads.
-        ids: tokens that it can draft; None for all.
-        places: how many tokens it drafts.
-        conditional: whether a row depends on the tokens that were drafted before it.
-        predicts: see `Capabilities`.
-
-    Raises:
-        UserError: made for another model, weights that do not fit the config, or parts that are not read here.
-    """
+    """The network of a DFlash head."""
 
     algorithm: ClassVar[str] = "dflash"
+    # whether the place of the last committed token drafts too, where the config does not say
     from_anchor: ClassVar[bool] = False
+    # whether places of layers with a window see later ones too, where the config does not say
     whole_windows: ClassVar[bool] = False
     fields: ClassVar[tuple[str, ...]] = ()
-    conditional: ClassVar[bool] = False
-    predicts = False
+    conditional: ClassVar[bool] = False  # whether a row depends on the tokens that were drafted before it
+    predicts = False  # see `Capabilities`
 
     def __init__(self, files: HeadFiles, target: SlotBackend) -> None:
         shape = LayerShape.of(files)
@@ -192,13 +146,7 @@ class DFlashNet:
     def __call__(
         self, before: Sequence[Float[Tensor, "_ dim"]], layout: Layout, cache: SlotCache
     ) -> Float[Tensor, "blocks dim"]:
-        """States of all blocks of a pass, one after another; keys and values go to the cache.
-
-        Args:
-            before: the fused states of each feed's chain tokens, whose places its block follows.
-            layout: of the feeds.
-            cache: the head's.
-        """
+        """States of all blocks of a pass, one after another; `before` are the fused states that each block follows."""
         width, at = layout.width, self._passes.at(layout, cache)
         given = before[0].new_zeros(len(before), width, self.width)
         for row, states in enumerate(before):
@@ -254,16 +202,7 @@ def _places(feed: Feed) -> range:
 
 
 class DFlashBackend(ParallelBackend):
-    """A DFlash head over the target it was made for, or one of its kin.
-
-    Args:
-        source: directory or hub id of the head.
-        target: the target's backend.
-        kind: of the network.
-
-    Raises:
-        UserError: as `read_head` and the network.
-    """
+    """A DFlash head over the target it was made for, or one of its kin."""
 
     def __init__(self, source: str, target: SlotBackend, kind: type[DFlashNet] = DFlashNet) -> None:
         files = read_head(source, kind.algorithm)

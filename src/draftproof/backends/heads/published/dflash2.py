@@ -21,19 +21,10 @@ from draftproof.backends.heads.published.files import HeadFiles, cast
 from draftproof.backends.heads.published.layers import make_product
 from draftproof.backends.heads.published.parallel import Rows
 from draftproof.backends.lean.layers import Layer
-from draftproof.errors import UserError
 
 
 class DFlash2Net(DFlashNet):
-    """The network of a DFlash 2 head.
-
-    Args:
-        files: of the head.
-        target: the model it was made for.
-
-    Raises:
-        UserError: as `DFlashNet`; numbers of the convolutions or of the selection that are out of range.
-    """
+    """The network of a DFlash 2 head."""
 
     algorithm = "dflash2"
     conditional = True
@@ -43,7 +34,7 @@ class DFlash2Net(DFlashNet):
     def __init__(self, files: HeadFiles, target: SlotBackend) -> None:
         super().__init__(files, target)
         if self.ids is not None:
-            raise UserError(f"the head {files.source!r} drafts a part of the vocabulary: dflash2 needs all of it")
+            raise files.refused("drafts a part of the vocabulary: dflash2 needs all of it")
         self._convolutions = {
             (part, number): _Convolution(files, f"layers.{number}.{part}_conv.", self.width, self.block.size, target)
             for number in range(len(self.block.sights))
@@ -52,9 +43,8 @@ class DFlash2Net(DFlashNet):
         rank = files.number("selector_rank")
         self._kept = files.number("selector_top_k")
         if self._kept > target.vocab_size:
-            raise UserError(
-                f"the head {files.source!r} has selector_top_k {self._kept}: expected 1 to {target.vocab_size}, the "
-                f"tokens of {target.name}"
+            raise files.refused(
+                f"has selector_top_k {self._kept}: expected 1 to {target.vocab_size}, the tokens of {target.name}"
             )
         table = [target.vocab_size, rank]
         self._before = cast(files.take("candidate_selector.predecessor_codebook", table), target)
@@ -84,24 +74,13 @@ class DFlash2Net(DFlashNet):
 
 
 class _Convolution:
-    """Two convolutions over the places of a block, of what enters a part of a layer and of what leaves it.
-
-    Args:
-        files: of the head.
-        at: beginning of the names of its weights, with a dot.
-        width: of a state.
-        block: places of a block.
-        target: for dtype and device.
-
-    Raises:
-        UserError: numbers that do not fit the head.
-    """
+    """Two convolutions over the places of a block, of what enters a part of a layer and of what leaves it."""
 
     def __init__(self, files: HeadFiles, at: str, width: int, block: int, target: SlotBackend) -> None:
         taps, size = files.number("conv_kernel_size"), files.number("conv_group_size")
         if taps > block or width % size:
-            raise UserError(
-                f"the head {files.source!r} has conv_kernel_size {taps} and conv_group_size {size}: expected at most "
+            raise files.refused(
+                f"has conv_kernel_size {taps} and conv_group_size {size}: expected at most "
                 f"{block}, its block_size, and a divisor of {width}, its width"
             )
         self._shape = (block, width // size, size)

@@ -20,21 +20,12 @@ from draftproof.backends.heads.published.files import HeadFiles, cast
 from draftproof.backends.heads.published.layers import make_product
 from draftproof.backends.heads.published.parallel import Rows
 from draftproof.backends.products.packed_linear import Product
-from draftproof.errors import UserError
 
 _VANILLA, _GATED, _RECURRENT = KINDS = ("vanilla", "gated", "rnn")
 
 
 class DSparkNet(DFlashNet):
-    """The network of a DSpark head.
-
-    Args:
-        files: of the head.
-        target: the model it was made for.
-
-    Raises:
-        UserError: as `DFlashNet`; another kind of correction than is read here.
-    """
+    """The network of a DSpark head."""
 
     algorithm = "dspark"
     conditional = True
@@ -57,8 +48,8 @@ class DSparkNet(DFlashNet):
             self._reads_token = weight.shape[1] > self.width
             legal = self.width + (self._markov.rank if self._markov is not None and self._reads_token else 0)
             if weight.shape[1] != legal:
-                raise UserError(
-                    f"the head {files.source!r} has a confidence head that reads {weight.shape[1]} numbers: expected "
+                raise files.refused(
+                    f"has a confidence head that reads {weight.shape[1]} numbers: expected "
                     f"{self.width}, its width, and as many more as markov_rank says"
                 )
             bias = files.take("confidence_head.proj.bias", [1])
@@ -82,13 +73,9 @@ class MarkovHead:
     """What the token before adds to a row of logits.
 
     Args:
-        kind: one of KINDS.
         first: a row of numbers for each token of the target.
         last: from these to logits.
         mixed: of the gate or of the recurrent state; None for kind vanilla.
-
-    Attributes:
-        rank: how many numbers a token has.
     """
 
     def __init__(self, kind: str, first: Float[Tensor, "vocab rank"], last: Product, mixed: Product | None) -> None:
@@ -96,7 +83,7 @@ class MarkovHead:
         self._first = first
         self._last = last
         self._mixed = mixed
-        self.rank = first.shape[-1]
+        self.rank = first.shape[-1]  # how many numbers a token has
 
     @classmethod
     def of(
@@ -104,25 +91,17 @@ class MarkovHead:
     ) -> MarkovHead | None:
         """From a head's files; None for a head without one.
 
-        Args:
-            files: of the head.
-            target: for dtype, device and vocabulary.
-            width: of a place's state.
-            drafted: how many tokens it can draft.
-            order: of the tokens that are drafted, in the files; None where it is theirs.
-            whole: whether all places of a block draft.
-
-        Raises:
-            UserError: a kind that is not read here.
+        `order` is that of the tokens that it drafts, None where it is the files'. `whole` says whether all places of a
+        block draft.
         """
         if files.field("markov_rank") == 0:
             return None
         rank, kind = files.number("markov_rank"), files.field("markov_head_type", _VANILLA)
         if kind not in KINDS:
-            raise UserError(f"the head {files.source!r} has markov_head_type {kind!r}: expected {', '.join(KINDS)}")
+            raise files.refused(f"has markov_head_type {kind!r}: expected {', '.join(KINDS)}")
         if kind == _RECURRENT and not whole:
-            raise UserError(
-                f"the head {files.source!r} has markov_head_type {kind!r} and a first place that does not draft: "
+            raise files.refused(
+                f"has markov_head_type {kind!r} and a first place that does not draft: "
                 "expected sample_from_anchor true with it"
             )
         first = cast(files.take("markov_head.markov_w1.weight", [target.vocab_size, rank]), target)
@@ -139,18 +118,9 @@ class MarkovHead:
         return embedding(tokens, self._first)
 
     def __call__(
-        self,
-        states: Float[Tensor, "rows dim"],
-        tokens: Float[Tensor, "rows rank"],
-        before: Sequence[Before],
+        self, states: Float[Tensor, "rows dim"], tokens: Float[Tensor, "rows rank"], before: Sequence[Before]
     ) -> Float[Tensor, "rows ids"]:
-        """What is added to logits.
-
-        Args:
-            states: of the rows' places.
-            tokens: `embedded`, the token before each row.
-            before: all tokens before each row.
-        """
+        """What is added to logits."""
         if self._mixed is None:
             return self._last(tokens)
         if self._kind == _GATED:

@@ -14,13 +14,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.heads.published.borrowed import embedding_of, output_of, states_of, vocabulary_of
 from draftproof.backends.heads.published.files import ALGORITHM, HeadFiles, refuse_other_target
 from draftproof.backends.heads.published.layers import LayerShape, Passes, make_layers, make_norm, make_product
-from draftproof.backends.heads.published.net import PublishedNet
+from draftproof.backends.heads.published.net import PublishedNet, embedding_of, output_of, states_of, vocabulary_of
 from draftproof.backends.lean.attention import Pass
 from draftproof.backends.lean.layers import Norm
-from draftproof.errors import UserError
 
 _NESTED, _ORIGINAL = "layers.0.", "midlayer."  # where the first layer's weights are
 
@@ -33,7 +31,7 @@ class Eagle3Net(PublishedNet):
     def __init__(self, files: HeadFiles, target: SlotBackend) -> None:
         flags = {name: bool(files.config.get(name)) for name in _FLAGS}
         if flags["norm_before_fc"] and flags["fc_norm"]:
-            raise UserError(f"the head {files.source!r} has norm_before_fc and fc_norm: expected at most one of them")
+            raise files.refused("has norm_before_fc and fc_norm: expected at most one of them")
         self._norms_output = flags["norm_output"]
         self._norms_residual = flags["norm_before_residual"]
         shape = LayerShape.of(files, None if ALGORITHM in files.config else "llama")

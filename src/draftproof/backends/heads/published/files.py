@@ -41,17 +41,31 @@ _CONVERT = (
 
 @dataclass(frozen=True, eq=False)
 class HeadFiles:
-    """What the files of a head hold.
-
-    Attributes:
-        source: as the user named it.
-        config: of `config.json`.
-        tensors: by name.
-    """
+    """What the files of a head hold."""
 
     source: str
     config: Mapping[str, Any]
     tensors: dict[str, Tensor]
+    noun: str = "head"
+
+    def refused(self, why: str) -> UserError:
+        """An error that names the head."""
+        return UserError(f"the {self.noun} {self.source!r} {why}")
+
+    def made(self, family: Any, families: Sequence[str], fields: Mapping[str, Any]) -> Any:
+        """Transformers' config of layers of one of these families.
+
+        Raises:
+            UserError: another family, or fields that do not fit it.
+        """
+        from transformers import AutoConfig
+
+        if family not in families:
+            raise self.refused(f"has layers of type {family!r}: expected {' and '.join(families)}")
+        try:
+            return AutoConfig.for_model(family, **{key: each for key, each in fields.items() if key != "model_type"})
+        except Exception as cause:
+            raise UserError(f"the config of the {self.noun} {self.source!r} cannot be used: {reason(cause)}") from cause
 
     @property
     def layer(self) -> Mapping[str, Any]:
@@ -74,26 +88,14 @@ class HeadFiles:
         return self.nested.get(name, self.config.get(name, default))
 
     def number(self, name: str, default: int | None = None) -> int:
-        """A whole number of the config.
-
-        Raises:
-            UserError: it is missing, or no whole number of 1 or more.
-        """
+        """A whole number of the config."""
         found = self.field(name, default)
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:
             raise UserError(f"the config of the head {self.source!r} has {name} {found!r}: expected 1 or more")
         return found
 
     def take(self, name: str, shape: Sequence[int | None] = ()) -> Tensor:
-        """A tensor, which is then used.
-
-        Args:
-            name: of the tensor.
-            shape: that it must have; None for any size.
-
-        Raises:
-            UserError: it is missing, or has another shape.
-        """
+        """A tensor, which is then used."""
         if name not in self.tensors:
             raise UserError(
                 f"the weights of the head {self.source!r} have no {name}, which its config asks for "
@@ -117,15 +119,11 @@ class HeadFiles:
             self.tensors.pop(name, None)
 
     def refuse_left(self) -> None:
-        """Refuse tensors that nothing used: then the head has parts that would be left out.
-
-        Raises:
-            UserError: naming some of them.
-        """
+        """Refuse tensors that nothing used: then the head has parts that would be left out."""
         left = [name for name in self.tensors if not name.endswith(("rotary_emb.inv_freq", "num_batches_tracked"))]
         if left:
-            raise UserError(
-                f"the head {self.source!r} has weights that its layout does not name here: {_some(left)}; so its "
+            raise self.refused(
+                f"has weights that its layout does not name here: {_some(left)}; so its "
                 "structure is another one, and drafting without them would be wrong"
             )
 
@@ -152,7 +150,7 @@ def read_head(source: str, algorithm: str, *, weights: Sequence[str] = (WEIGHTS,
     except Exception as cause:
         raise UserError(f"the weights of the head {source!r} cannot be read: {reason(cause)}") from cause
     _refuse_other_algorithm(source, algorithm_of(config), algorithm)
-    return HeadFiles(source, config, tensors)
+    return HeadFiles(source, config, tensors, "assistant" if algorithm == "assistant" else "head")
 
 
 def _folder(source: str) -> Path:
@@ -211,9 +209,6 @@ def head_algorithm(source: str) -> str | None:
     """The drafter that reads a published head, where a directory or hub id is one whose config says so; else None.
 
     Names of models that this package knows, and those of files, are never heads.
-
-    Raises:
-        UserError: a head of an algorithm that is not read here.
     """
     where = Path(source).expanduser() / CONFIG
     if source in models.REGISTRY or is_file_name(source):
@@ -265,40 +260,28 @@ def _refuse_other_algorithm(source: str, found: str, wanted: str) -> None:
 
 
 def refuse_other_target(files: HeadFiles, target: SlotBackend, *, hidden: int | None, vocab: int | None) -> None:
-    """Refuse a head that was made for another model.
+    """Refuse a head that was made for a model with hidden states of another width, or with another vocabulary or name.
 
-    Args:
-        files: of the head.
-        target: the target's backend.
-        hidden: width of the target's hidden states, as the head reads them.
-        vocab: size of the target's vocabulary, where the head says it; padded rows of logits may be more.
-
-    Raises:
-        UserError: naming both models, and what differs.
+    `hidden` and `vocab` are None where the head does not say them.
     """
     made_for = verifier_of(files.config)
-    whose = f" (made for {made_for})" if made_for else ""
-    if hidden is not None and hidden != target.capabilities.hidden:
-        raise UserError(
-            f"the head {files.source!r}{whose} reads hidden states of width {hidden}, and those of {target.name} have "
-            f"{target.capabilities.hidden}: take a head that was made for this target"
-        )
+    whose = f"(made for {made_for}) " if made_for else ""
+
+    def misfit(why: str) -> UserError:
+        return files.refused(f"{whose}{why}: take a head that was made for this target")
+
+    if hidden is not None and hidden != (theirs := target.capabilities.hidden):
+        raise misfit(f"reads hidden states of width {hidden}, and those of {target.name} have {theirs}")
     if vocab is not None and vocab != target.vocab_size:
-        raise UserError(
-            f"the head {files.source!r}{whose} is for a vocabulary of {vocab} tokens, and {target.name} has "
-            f"{target.vocab_size}: take a head that was made for this target"
-        )
+        raise misfit(f"is for a vocabulary of {vocab} tokens, and {target.name} has {target.vocab_size}")
     kind = getattr(getattr(target, "model", None), "config", None)
-    theirs = list(getattr(kind, "architectures", None) or [])
+    there = list(getattr(kind, "architectures", None) or [])
     ours = list(_verifier(files.config).get("architectures") or [])
-    if theirs and ours and not set(theirs) & set(ours):
-        raise UserError(
-            f"the head {files.source!r}{whose} was made for {' or '.join(ours)}, and {target.name} is "
-            f"{' or '.join(theirs)}: take a head that was made for this target"
-        )
+    if there and ours and not set(there) & set(ours):
+        raise misfit(f"was made for {' or '.join(ours)}, and {target.name} is {' or '.join(there)}")
     if made_for and not _same_name(made_for, target.name):
-        raise UserError(
-            f"the head {files.source!r} was made for {made_for}, and the target is {target.name}: take a head that was "
+        raise files.refused(
+            f"was made for {made_for}, and the target is {target.name}: take a head that was "
             f"made for it; where it is the same model under another name, set speculators_config.verifier.name_or_path "
             f"in the head's {CONFIG} to {target.name!r}"
         )
@@ -333,11 +316,7 @@ def cast(tensor: Tensor, like: SlotBackend) -> Tensor:
 def drafted_ids(files: HeadFiles, size: int, vocab: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
     """The tokens that a head drafts, ascending, and the order of its rows for that; None for all, and None as they are.
 
-    Args:
-        files: with the map d2t, where token i of the head is token i + d2t[i] of the target, and the mask t2d.
-        size: number of tokens of the head.
-        vocab: number of tokens of the target.
-        device: of the results.
+    Token i of the head is token i + d2t[i] of the target, and the mask t2d names the same tokens.
 
     Raises:
         UserError: no map, or one that names tokens twice, outside of the vocabulary, or other ones than the mask.
@@ -346,9 +325,7 @@ def drafted_ids(files: HeadFiles, size: int, vocab: int, device: torch.device) -
     if offsets is None:
         if size == vocab:
             return None, None
-        raise UserError(
-            f"the head {files.source!r} drafts {size} of {vocab} tokens, and has no map d2t that says which they are"
-        )
+        raise files.refused(f"drafts {size} of {vocab} tokens, and has no map d2t that says which they are")
     ids = offsets.long() + torch.arange(size)
     if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(set(ids.tolist())) < size:
         raise UserError(f"the map d2t of the head {files.source!r} names tokens twice or outside of 0 to {vocab - 1}")
@@ -361,15 +338,10 @@ def drafted_ids(files: HeadFiles, size: int, vocab: int, device: torch.device) -
 
 
 def mask_token_of(files: HeadFiles, found: Any, target: SlotBackend) -> int:
-    """The token of masked places.
-
-    Raises:
-        UserError: `found` is no token of the target.
-    """
+    """The token of masked places."""
     if not isinstance(found, int) or not 0 <= found < target.vocab_size:
-        raise UserError(
-            f"the head {files.source!r} has mask_token_id {found!r}: expected 0 to {target.vocab_size - 1}, a token of "
-            f"{target.name}"
+        raise files.refused(
+            f"has mask_token_id {found!r}: expected 0 to {target.vocab_size - 1}, a token of {target.name}"
         )
     return found
 
@@ -379,5 +351,5 @@ def places_of(files: HeadFiles) -> int:
     methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     found = methods[0].get("speculative_tokens", 8)
     if not isinstance(found, int) or not 1 <= found <= 64:
-        raise UserError(f"the head {files.source!r} proposes {found!r} tokens: expected 1 to 64")
+        raise files.refused(f"proposes {found!r} tokens: expected 1 to 64")
     return found

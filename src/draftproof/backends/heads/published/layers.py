@@ -19,7 +19,6 @@ from draftproof.backends.lean.layers import Layer, Norm
 from draftproof.backends.lean.rotary import Rope
 from draftproof.backends.lean.traits import ROPES
 from draftproof.backends.products.packed_linear import Product
-from draftproof.errors import UserError, reason
 
 FAMILIES = ("llama", "qwen3")
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -28,17 +27,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The shape of a head's layers.
-
-    Attributes:
-        size: width of its states.
-        inner: width of the gated feed-forward part.
-        heads, key_heads, head_dim: of the attention.
-        eps: of every norm.
-        vocab: number of tokens of its embedding, the target's.
-        windows: of each layer, the number of last positions that it sees; None for all.
-        config: transformers' own, for the rotary embedding.
-    """
+    """The shape of a head's layers."""
 
     size: int
     inner: int
@@ -46,44 +35,28 @@ class LayerShape:
     key_heads: int
     head_dim: int
     eps: float
-    vocab: int
-    windows: tuple[int | None, ...]
-    config: Any
+    vocab: int  # number of tokens of its embedding, the target's
+    windows: tuple[int | None, ...]  # of each layer, the number of last positions that it sees; None for all
+    config: Any  # transformers' own, for the rotary embedding
 
     @classmethod
     def of(cls, files: HeadFiles, family: str | None = None) -> LayerShape:
         """From a head's config.
 
-        Args:
-            files: of the head.
-            family: whose layers they are; by default what the config says.
-
         Raises:
             UserError: layers of another family, activation or rotary embedding than is read here.
         """
-        from transformers import AutoConfig
-
-        given = dict(files.layer)
-        family = family or given.get("model_type")
-        if family not in FAMILIES:
-            raise UserError(
-                f"the head {files.source!r} has layers of type {family!r}: expected {' and '.join(FAMILIES)}"
-            )
-        given.pop("model_type", None)
-        try:
-            config = AutoConfig.for_model(family, **given)
-            shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-            size, inner, heads, keys, dim = (int(n) for n in (config.hidden_size, config.intermediate_size, *shape))
-        except Exception as cause:
-            raise UserError(f"the config of the head {files.source!r} cannot be used: {reason(cause)}") from cause
+        config = files.made(family or files.layer.get("model_type"), FAMILIES, files.layer)
+        shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        size, inner, heads, keys, dim = (int(n) for n in (config.hidden_size, config.intermediate_size, *shape))
         if config.hidden_act != "silu":
-            raise UserError(f"the head {files.source!r} has the activation {config.hidden_act!r}: expected silu")
+            raise files.refused(f"has the activation {config.hidden_act!r}: expected silu")
         rope = (config.rope_parameters or {}).get("rope_type", "default")
         if rope not in ROPES:
-            raise UserError(f"the head {files.source!r} has the rotary embedding {rope!r}: expected {', '.join(ROPES)}")
+            raise files.refused(f"has the rotary embedding {rope!r}: expected {', '.join(ROPES)}")
         kinds = list(getattr(config, "layer_types", None) or [_FULL] * config.num_hidden_layers)
         if set(kinds) - {_FULL, _SLIDING}:
-            raise UserError(f"the head {files.source!r} has layers of kinds {kinds}: expected {_FULL} and {_SLIDING}")
+            raise files.refused(f"has layers of kinds {kinds}: expected {_FULL} and {_SLIDING}")
         windows = tuple(config.sliding_window if kind == _SLIDING else None for kind in kinds)
         return cls(size, inner, heads, keys, dim, float(config.rms_norm_eps), int(config.vocab_size), windows, config)
 
@@ -91,16 +64,10 @@ class LayerShape:
 def make_layer(
     files: HeadFiles, shape: LayerShape, at: str, number: int, target: SlotBackend, *, wide: int = 1, first: bool = True
 ) -> Layer:
-    """A lean layer from the weights of a head.
+    """A lean layer from the weights of a head whose names begin with `at`.
 
-    Args:
-        files: of the head.
-        shape: of its layers.
-        at: beginning of the names of its weights, with a dot.
-        number: of the layer.
-        target: for dtype and device.
-        wide: number of inputs of the attention side by side, each of the states' width.
-        first: whether it has a norm before the attention; else one without effect stands in, which is not applied.
+    Its attention reads `wide` inputs side by side. Without a norm before that, which only the `first` layer may lack,
+    one without effect stands in, and is not applied.
     """
     size, inner, queries, keys = shape.size, shape.inner, shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
 
@@ -140,15 +107,7 @@ def make_layer(
 def make_layers(
     files: HeadFiles, shape: LayerShape, target: SlotBackend, at: str = "layers.0.", **first: Any
 ) -> list[Layer]:
-    """All layers of a head.
-
-    Args:
-        files: of the head.
-        shape: of its layers.
-        target: for dtype and device.
-        at: beginning of the names of the first layer's weights.
-        first: how the first layer differs; see `make_layer`.
-    """
+    """All layers of a head; names of the first one begin with `at`, and `first` is how it differs (`make_layer`)."""
     others = (make_layer(files, shape, f"layers.{number}.", number, target) for number in range(1, len(shape.windows)))
     return [make_layer(files, shape, at, 0, target, **first), *others]
 
@@ -178,13 +137,7 @@ def kind_of(window: int | None) -> str:
 
 
 class Passes:
-    """What all layers of a head share in a pass: rotary angles and masks.
-
-    Args:
-        shape: of the layers.
-        layers: the lean layers.
-        target: for dtype and device.
-    """
+    """What all layers of a head share in a pass: rotary angles and masks."""
 
     def __init__(self, shape: LayerShape, layers: list[Layer], target: SlotBackend) -> None:
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

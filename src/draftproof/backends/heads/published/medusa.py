@@ -15,31 +15,16 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.heads.published.files import (
-    WEIGHTS,
-    HeadFiles,
-    cast,
-    read_head,
-    refuse_other_target,
-)
+from draftproof.backends.heads.published.files import WEIGHTS, HeadFiles, cast, read_head, refuse_other_target
 from draftproof.backends.heads.published.parallel import ParallelBackend, ParallelSession, Places
 from draftproof.backends.products.packed_linear import Product
-from draftproof.errors import UserError
 
 _FILES = ("medusa_lm_head.safetensors", WEIGHTS)
 _PREFIXES = ("", "medusa_head.")
 
 
 class MedusaBackend(ParallelBackend):
-    """Medusa heads over the target they were made for.
-
-    Args:
-        source: directory or hub id of the heads.
-        target: the target's backend.
-
-    Raises:
-        UserError: as `read_head`; made for another model, or weights that do not fit the config.
-    """
+    """Medusa heads over the target they were made for."""
 
     def __init__(self, source: str, target: SlotBackend) -> None:
         files = read_head(source, "medusa", weights=_FILES)
@@ -51,7 +36,7 @@ class MedusaBackend(ParallelBackend):
         count, depth = files.number("medusa_num_heads"), files.number("medusa_num_layers", 1)
         self._heads = [_Head(files, f"{at}{number}.", depth, width, target) for number in range(count)]
         files.refuse_left()
-        super().__init__(target, f"medusa heads {source}", places=count, width=width, layers=(), ids=None)
+        super().__init__(target, f"medusa heads {source}", places=count, width=width)
 
     def _compute(self, sessions: Sequence[ParallelSession]) -> list[Places]:
         states = torch.cat([session.owner.states_at([session.stem - 1]) for session in sessions]).to(self._dtype)
@@ -60,8 +45,6 @@ class MedusaBackend(ParallelBackend):
 
 
 class _Head:
-    """One head: its residual layers and its output layer."""
-
     def __init__(self, files: HeadFiles, at: str, depth: int, width: int, target: SlotBackend) -> None:
         linears = [f"{at}{number}.linear" for number in range(depth)]
         self._blocks = [
@@ -73,14 +56,13 @@ class _Head:
         ]
         weight = files.take(f"{at}{depth}.weight", [None, width])
         if weight.shape[0] != target.vocab_size:
-            raise UserError(
-                f"the head {files.source!r} is for a vocabulary of {weight.shape[0]} tokens, and {target.name} has "
+            raise files.refused(
+                f"is for a vocabulary of {weight.shape[0]} tokens, and {target.name} has "
                 f"{target.vocab_size}: take heads that were made for this target"
             )
         self._output = Product(cast(weight, target))
 
     def __call__(self, x: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows vocab"]:
-        """Logits of the head's place."""
         for block in self._blocks:
             x = x + silu(block(x))
         return self._output(x)

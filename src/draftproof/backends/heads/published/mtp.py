@@ -29,13 +29,7 @@ _LAYERS = "num_mtp_layers"  # the field of transformers' configs
 
 
 class MtpNet(HeadNet):
-    """One prediction layer.
-
-    Args:
-        mtp: transformers' prediction layers of the model.
-        number: of the layer.
-        target: the model.
-    """
+    """One prediction layer."""
 
     def __init__(self, mtp: Any, number: int, target: SlotBackend) -> None:
         self._mtp = mtp
@@ -134,11 +128,7 @@ def _none(target: SlotBackend) -> UserError:
 
 @torch.inference_mode()
 def _check(layer: HeadBackend, mtp: Any, target: SlotBackend, name: str) -> None:
-    """Compare the first layer with transformers' own pass over some tokens.
-
-    Raises:
-        UserError: the logits differ.
-    """
+    """Compare the first layer with transformers' own pass over some tokens."""
     tokens = torch.linspace(1, target.vocab_size - 1, 7).long().tolist()
     owner, session = target.open(), None
     try:

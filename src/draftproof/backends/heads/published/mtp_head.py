@@ -20,7 +20,6 @@ from draftproof.backends.heads.published.net import PublishedNet
 from draftproof.backends.heads.published.steps import StepsBackend
 from draftproof.backends.lean.attention import Pass
 from draftproof.backends.products.packed_linear import Product
-from draftproof.errors import UserError
 
 _AT = "mtp_layers.0."
 
@@ -33,7 +32,7 @@ class MtpHeadNet(PublishedNet):
     def __init__(self, files: HeadFiles, target: SlotBackend) -> None:
         family = files.layer.get("model_type")
         if family != "qwen3":
-            raise UserError(f"the head {files.source!r} has a prediction layer of type {family!r}: expected qwen3")
+            raise files.refused(f"has a prediction layer of type {family!r}: expected qwen3")
         shape = LayerShape.of(files)
         refuse_other_target(files, target, hidden=shape.size, vocab=shape.vocab)
         self.width = shape.size
@@ -55,15 +54,7 @@ class MtpHeadNet(PublishedNet):
 
 
 def mtp_head_backend(source: str, target: SlotBackend) -> StepsBackend:
-    """A prediction layer over the target it was made for.
-
-    Args:
-        source: directory or hub id of the head.
-        target: the target's backend.
-
-    Raises:
-        UserError: as `read_head` and `MtpHeadNet`.
-    """
+    """A prediction layer over the target it was made for."""
     files = read_head(source, MtpHeadNet.algorithm)
     net = MtpHeadNet(files, target)
     files.refuse_left()

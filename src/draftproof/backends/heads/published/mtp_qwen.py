@@ -28,10 +28,6 @@ _SHARED = ("mtp.embed_tokens.", "mtp.lm_head.", "mtp.shared_head.")
 def described(model: Any, name: str) -> Any:
     """The model with a config by which transformers finds its prediction layer, on the same weights.
 
-    Args:
-        model: of one of `TYPES`, loaded from a checkpoint.
-        name: for errors.
-
     Raises:
         UserError: the checkpoint has no such layer, several, or one with an embedding or an output layer of its own.
     """
@@ -56,16 +52,7 @@ def described(model: Any, name: str) -> Any:
 
 
 def refuse_left(mtp: Any, model: Any, name: str) -> None:
-    """Refuse tensors that transformers left out of a prediction layer: its structure is another one then.
-
-    Args:
-        mtp: transformers' prediction layers of the model.
-        model: see `described`.
-        name: for errors.
-
-    Raises:
-        UserError: the checkpoint holds more numbers than the layer.
-    """
+    """Refuse tensors that transformers left out of a prediction layer: its structure is another one then."""
     there = sum(math.prod(shape) for shape in _tensors(model, name).values())
     read = sum(weights.numel() for weights in mtp.layers.parameters())
     if there != read:

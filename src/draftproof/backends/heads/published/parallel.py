@@ -6,7 +6,7 @@ all read the same rows. Some heads correct a row by those tokens when they hand 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,9 +14,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.backends.base import Capabilities, Feed, FeedOutput, Session
+from draftproof.backends.base import Feed, FeedOutput, Session
 from draftproof.backends.cache.layout import feed_depths
 from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.base import HeadSession, TargetHead
 
 
 class Places(NamedTuple):
@@ -27,36 +28,27 @@ class Places(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a feed gets.
+    """What a feed gets."""
 
-    Attributes:
-        logits, states: rows of `Places`, the logits corrected by the drafted tokens where a head does that.
-        accepted: see `FeedOutput`.
-    """
-
+    # logits, states: rows of `Places`, the logits corrected by the drafted tokens where a head does that
     logits: Float[Tensor, "rows ids"]
     states: Float[Tensor, "rows dim"]
-    accepted: Float[Tensor, " rows"] | None = None
+    accepted: Float[Tensor, " rows"] | None = None  # see `FeedOutput`
 
 
-class ParallelSession(Session):
+class ParallelSession(HeadSession):
     """The tokens of a request, and the rows of this round.
 
     Args:
-        owner: the target's session; this one leaves out its first token.
         inner: what the head itself has read, where it has a cache.
-
-    Attributes:
-        places: the rows; None before the first feed of a round.
-        root: number of tokens that were read before the draft.
     """
 
     def __init__(self, owner: Session, inner: Session | None = None) -> None:
         super().__init__()
         self.owner = owner
         self.inner = inner
-        self.places: Places | None = None
-        self.root = 0
+        self.places: Places | None = None  # the rows; None before the first feed of a round
+        self.root = 0  # number of tokens that were read before the draft
 
     def rewind(self) -> None:
         """Forget the rows of the last round, and what was drafted."""
@@ -91,19 +83,13 @@ class ParallelSession(Session):
             self.inner.close()
 
 
-class ParallelBackend(ABC):
+class ParallelBackend(TargetHead):
     """A head that drafts all tokens in one pass; subclasses compute the rows.
 
     Args:
-        target: a backend of a transformers model.
-        name: in errors and reports.
         places: number of tokens that are drafted.
-        width: of the states.
-        layers: whose hidden states of the target it reads; () for the last ones.
         ids: the tokens that it can draft, ascending; None for all.
     """
-
-    back = 0
 
     def __init__(
         self,
@@ -112,25 +98,15 @@ class ParallelBackend(ABC):
         *,
         places: int,
         width: int,
-        layers: tuple[int, ...],
-        ids: Int[Tensor, " ids"] | None,
+        layers: tuple[int, ...] = (),
+        ids: Int[Tensor, " ids"] | None = None,
     ) -> None:
-        self.name = name
-        self.layers = layers
+        super().__init__(target, name, width=width, layers=layers)
         self._ids = ids
-        self.deepest: int | None = places
-        self.vocab_size = target.vocab_size
-        self.device = target.device
-        self.max_positions = target.max_positions
-        self.capabilities = Capabilities(trees=True, hidden=width)
-        target.record_states(layers)
-
-    def open(self) -> ParallelSession:
-        """A session without a target's."""
-        return self.follow(Session())
+        self.deepest = places
 
     def follow(self, owner: Session) -> ParallelSession:
-        """A session that reads what the target's session has read, with its states."""
+        """See `TargetHead`."""
         return ParallelSession(owner)
 
     @abstractmethod

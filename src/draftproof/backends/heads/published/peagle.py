@@ -26,7 +26,6 @@ class _MaskedSession(FollowingSession):
     """What the head has read of a sequence; the nodes of a feed are masked places.
 
     Args:
-        cache, owner, layers: as `FollowingSession`.
         mask: the state before every masked place.
     """
 
@@ -35,7 +34,6 @@ class _MaskedSession(FollowingSession):
         self._mask = mask
 
     def above(self, feed: Feed) -> Above:
-        """See `FollowingSession.above`."""
         found = super().above(Feed(feed.session, feed.tokens))
         nodes = 0 if feed.tree is None else len(feed.tree)
         return found._replace(own=self._mask.expand(nodes, -1)) if nodes else found
@@ -49,20 +47,11 @@ class _MaskedBackend(HeadBackend):
         self._mask = net.fuse(mask)
 
     def follow(self, owner: Session) -> FollowingSession:
-        """See `HeadBackend`."""
         return _MaskedSession(self._cache, owner, self.layers, self._mask)
 
 
 class PEagleBackend(ParallelBackend):
-    """A P-EAGLE head over the target it was made for.
-
-    Args:
-        source: directory or hub id of the head.
-        target: the target's backend.
-
-    Raises:
-        UserError: as `read_head` and `Eagle3Net`; no mask token.
-    """
+    """A P-EAGLE head over the target it was made for."""
 
     def __init__(self, source: str, target: SlotBackend) -> None:
         files = read_head(source, "peagle")

@@ -7,28 +7,21 @@ made one token before, so its session follows the session of layer k - 1, withou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from draftproof.backends.base import Feed, FeedOutput, Session, unread
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.heads.base import FollowingSession, HeadBackend
+from draftproof.backends.heads.base import FollowingSession, HeadBackend, HeadSession, TargetHead
 
 
-class StepsSession(Session):
-    """The tokens of a request, and what each layer has read of them.
-
-    Args:
-        inner: the session of each layer.
-
-    Attributes:
-        root: number of tokens that were read before the draft; None before the first feed of a round.
-    """
+class StepsSession(HeadSession):
+    """The tokens of a request, and what each layer has read of them."""
 
     def __init__(self, inner: Sequence[FollowingSession]) -> None:
         super().__init__()
         self.inner = list(inner)
+        # number of tokens that were read before the draft; None before the first feed of a round
         self.root: int | None = None
 
     def rewind(self) -> None:
@@ -41,33 +34,21 @@ class StepsSession(Session):
             session.close()
 
 
-class StepsBackend:
+class StepsBackend(TargetHead):
     """Prediction layers as a draft model: as many tokens as layers, each by its own one.
 
     Args:
-        target: a backend of a transformers model.
         layers: each over the states of the one before, without the first token of its session.
-        name: in errors and reports.
     """
 
-    back = 0
-
     def __init__(self, target: SlotBackend, layers: Sequence[HeadBackend], name: str) -> None:
-        self.name = name
+        first = layers[0]
+        super().__init__(target, name, width=first.net.width, layers=first.layers, trees=False)
         self._layers = layers
-        self.layers: tuple[int, ...] = layers[0].layers
-        self.deepest: int | None = len(layers)
-        self.vocab_size = target.vocab_size
-        self.device = target.device
-        self.max_positions = target.max_positions
-        self.capabilities = replace(layers[0].capabilities, trees=False)
-
-    def open(self) -> StepsSession:
-        """A session without a target's."""
-        return self.follow(Session())
+        self.deepest = len(layers)
 
     def follow(self, owner: Session) -> StepsSession:
-        """A session that reads what the target's session has read, with its states."""
+        """See `TargetHead`."""
         inner: list[FollowingSession] = []
         for layer in self._layers:
             inner.append(layer.follow(inner[-1] if inner else owner))
