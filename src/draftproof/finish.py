@@ -99,23 +99,14 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of a block of emitted tokens that belongs to the output.
+    """The part of a block of emitted tokens that belongs to the output."""
 
-    Attributes:
-        kept: number of tokens of the block that belong to the output, including the one that ends it.
-        text: new text that can be streamed: no later token changes it.
-        finish: why the generation ended in this block; None while it goes on.
-        stop_reason: the stop token's id or the stop string, as in vLLM; None for EOS and length.
-        reasoning: new text of the model's reasoning, which is not in `text`.
-        reasoning_tokens: how many of the tokens, from the first on, belong to the reasoning.
-    """
-
-    kept: int
-    text: str
-    finish: Finish | None
-    stop_reason: int | str | None
-    reasoning: str = ""
-    reasoning_tokens: int = 0
+    kept: int  # number of tokens of the block that belong to the output, including the one that ends it
+    text: str  # new text that can be streamed: no later token changes it
+    finish: Finish | None  # why the generation ended in this block; None while it goes on
+    stop_reason: int | str | None  # the stop token's id or the stop string, as in vLLM; None for EOS and length
+    reasoning: str = ""  # new text of the model's reasoning, which is not in `text`
+    reasoning_tokens: int = 0  # how many of the tokens, from the first on, belong to the reasoning
 
 
 class Cutter:

@@ -42,19 +42,12 @@ class Pair(Protocol):
 
 
 class Drafts(NamedTuple):
-    """All ways to draw K i.i.d. chains of n tokens.
+    """All ways to draw K i.i.d. chains of n tokens."""
 
-    Attributes:
-        tokens: token ids, for each way of drawing and each chain.
-        q: the draft's row before each token.
-        p: the target's row before each token and after the last one.
-        weight: probability of each way of drawing.
-    """
-
-    tokens: Int[Tensor, "B K n"]
-    q: Float[Tensor, "B K n V"]
-    p: Float[Tensor, "B K m V"]
-    weight: Float[Tensor, " B"]
+    tokens: Int[Tensor, "B K n"]  # token ids, for each way of drawing and each chain
+    q: Float[Tensor, "B K n V"]  # the draft's row before each token
+    p: Float[Tensor, "B K m V"]  # the target's row before each token and after the last one
+    weight: Float[Tensor, " B"]  # probability of each way of drawing
 
 
 class WorstOutcome(NamedTuple):
@@ -66,19 +59,12 @@ class WorstOutcome(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """The result of enumerating a rule on one pair.
+    """The result of enumerating a rule on one pair."""
 
-    Attributes:
-        distance: total variation from the target's distribution of the first n + 1 tokens.
-        worst: the outcome that differs most.
-        accepted: expected number of accepted tokens.
-        lost: descriptions of failures of the rule, with their probabilities.
-    """
-
-    distance: float
-    worst: WorstOutcome
-    accepted: float
-    lost: dict[str, float]
+    distance: float  # total variation from the target's distribution of the first n + 1 tokens
+    worst: WorstOutcome  # the outcome that differs most
+    accepted: float  # expected number of accepted tokens
+    lost: dict[str, float]  # descriptions of failures of the rule, with their probabilities
 
 
 def all_drafts(pair: Pair, chains: int, length: int) -> Drafts:

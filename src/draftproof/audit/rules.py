@@ -99,31 +99,21 @@ class Rule:
 
 @dataclass(frozen=True)
 class RuleLine:
-    """The result for a rule.
-
-    Attributes:
-        total_variation: the largest total variation over the suite, on the pair `worst_model`.
-        worst_cell: the outcome whose probability differs most on this pair.
-        accepted: expected accepted tokens, mean over the suite.
-        drafted: chains x tokens of the drafts for `accepted`.
-        against_token: `accepted` divided by that of token verification, for one chain of the same length.
-        of_optimum: `accepted` divided by an upper bound for all rules: the full-information bound for one chain,
-            alpha_k for several chains of one token.
-        tolerance: the upper limit of the total variation of a lossless rule.
-        verdict: "ok", "FAIL" or "lossy".
-    """
+    """The result for a rule."""
 
     rule: str
     lossless: bool
-    total_variation: float
+    total_variation: float  # the largest total variation over the suite, on the pair `worst_model`
     worst_model: str
-    worst_cell: WorstOutcome
-    accepted: float
-    drafted: str
-    against_token: float
+    worst_cell: WorstOutcome  # the outcome whose probability differs most on this pair
+    accepted: float  # expected accepted tokens, mean over the suite
+    drafted: str  # chains x tokens of the drafts for `accepted`
+    against_token: float  # `accepted` divided by that of token verification, for one chain of the same length
+    # `accepted` divided by an upper bound for all rules: the full-information bound for one chain, alpha_k for several
+    # chains of one token.
     of_optimum: float | None
-    tolerance: float | None
-    verdict: str
+    tolerance: float | None  # the upper limit of the total variation of a lossless rule
+    verdict: str  # "ok", "FAIL" or "lossy"
 
     def to_dict(self) -> dict[str, Any]:
         """The line as values for JSON."""

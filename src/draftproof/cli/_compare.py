@@ -29,21 +29,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Speculative and plain decoding on the same prompts.
+    """Speculative and plain decoding on the same prompts."""
 
-    Attributes:
-        pairs: timings of speculative and plain decoding, run one after the other.
-        block_efficiency: tokens per target call: the speed-up if drafting cost nothing and verifying as much as plain
-            decoding.
-        identical: whether both gave the same tokens; None when sampling, where only the output distribution is the
-            same.
-        dtype: of the target's weights.
-    """
-
-    pairs: Sequence[tuple[Timing, Timing]]
+    pairs: Sequence[tuple[Timing, Timing]]  # timings of speculative and plain decoding, run one after the other
+    # Tokens per target call: the speed-up if drafting cost nothing and verifying as much as plain decoding.
     block_efficiency: float
+    # Whether both gave the same tokens; None when sampling, where only the output distribution is the same.
     identical: bool | None
-    dtype: str
+    dtype: str  # of the target's weights
 
     @property
     def drafted(self) -> int:

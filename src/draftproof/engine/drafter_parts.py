@@ -323,11 +323,7 @@ _EXTENDED = re.compile(r"(?P<first>.+)\+(?P<lookup>suffix(:[0-9]+)?)")
 
 
 def _extended(first: str, lookup: str) -> DrafterPart:
-    """The part of a drafter whose chains are extended by lookups.
-
-    Raises:
-        UserError: it does not draw single chains.
-    """
+    """The part of a drafter whose chains are extended by lookups; only one that draws single chains has it."""
     part, argument = find_drafter(first)
     if part.name == "auto" or not part.stops or part.several(argument):
         raise UserError(
@@ -354,11 +350,7 @@ def _extended(first: str, lookup: str) -> DrafterPart:
 
 
 def find_drafter(spec: str) -> tuple[DrafterPart, str]:
-    """The part that "name" or "name:argument" names, and the argument; "...+suffix:N" extends its chains by lookups.
-
-    Raises:
-        UserError: unknown name, or a drafter that cannot be extended.
-    """
+    """The part that "name" or "name:argument" names, and the argument; "...+suffix:N" extends its chains by lookups."""
     if found := _EXTENDED.fullmatch(spec):
         return _extended(found["first"], found["lookup"]), ""
     name, _, argument = spec.partition(":")
@@ -368,21 +360,13 @@ def find_drafter(spec: str) -> tuple[DrafterPart, str]:
 
 
 def reads_draft(spec: str | None) -> bool:
-    """Whether a drafter reads a draft model where there is one; without a name the default drafter.
-
-    Raises:
-        UserError: unknown name.
-    """
+    """Whether a drafter reads a draft model where there is one; without a name the default drafter."""
     traits = find_drafter(spec or DEFAULT_DRAFTER)[0].traits
     return traits.reads_draft or traits.accepts_draft_model
 
 
 def why_not(drafter: str, stopper: str | None, verifier: str) -> str | None:
-    """Why parts of these names do not compose, in the engine's words; None where they do. Nothing is loaded.
-
-    Raises:
-        UserError: unknown names.
-    """
+    """Why parts of these names do not compose, in the engine's words; None where they do. Nothing is loaded."""
     part, argument = find_drafter(drafter)
     ends = find_stopper(stopper)[0] if stopper else None
     rule = find_verifier(verifier)[0]

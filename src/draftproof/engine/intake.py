@@ -30,13 +30,9 @@ UNBOUNDED = 1 << 30  # tokens, where nothing bounds a text
 
 
 class RequestIntake:
-    """Takes requests in for a target, a drafter and a rule; the arguments are those of `DecodingLoop`.
+    """Takes requests in for a target, a drafter and a rule; the arguments are those of `DecodingLoop`."""
 
-    Attributes:
-        scheduler: where requests wait; the loop makes it.
-    """
-
-    scheduler: Scheduler
+    scheduler: Scheduler  # where requests wait; the loop makes it
 
     def __init__(
         self,
@@ -92,11 +88,7 @@ class RequestIntake:
 
     @functools.cached_property
     def grammars(self) -> Grammars:
-        """What compiles the grammars of requests.
-
-        Raises:
-            UserError: no grammar can be used with this model.
-        """
+        """What compiles the grammars of requests; a UserError where none can be used with this model."""
         return Grammars.of(self.tokenizer, self.target.vocab_size, self.eos_token_ids)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:

@@ -115,11 +115,7 @@ class EngineOptions:
         read_draft_dtype(self.draft_dtype, self.dtype)
 
     def changed(self, **changes: Any) -> EngineOptions:
-        """These options with other values.
-
-        Raises:
-            UserError: a name that is no option, with the nearest one.
-        """
+        """These options with other values; the error for a name that is none says the nearest one."""
         known = [each.name for each in fields(self)]
         for name in changes:
             if name not in known:
@@ -140,11 +136,7 @@ class EngineOptions:
         return read_draft_dtype(self.draft_dtype, self.dtype)[1]
 
     def of_head(self) -> EngineOptions:
-        """The same, with the drafter that reads it where `draft` names a published head.
-
-        Raises:
-            UserError: another drafter is named too, or none reads it.
-        """
+        """The same, with the drafter that reads it where `draft` names a published head."""
         algorithm = None if self.draft is None else head_algorithm(self.draft)
         if algorithm is None:
             return self
@@ -155,11 +147,7 @@ class EngineOptions:
         return replace(self, draft=None, drafter=f"{algorithm}:{self.draft}")
 
     def refuse_draft_dtype_alone(self) -> None:
-        """Refuse a number format for a draft model that is not there.
-
-        Raises:
-            UserError: naming it.
-        """
+        """Refuse a number format for a draft model that is not there."""
         if self.draft is None and self.draft_bits is None and self.draft_dtype != "auto":
             raise UserError(
                 f"draft_dtype is {self.draft_dtype!r}, and there is no draft model: leave it out, or name one"

@@ -14,19 +14,12 @@ from draftproof.verifiers.base import Verifier
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What every part declares.
+    """What every part declares."""
 
-    Attributes:
-        name: as users write it.
-        about: one line for help texts.
-        argument: what stands after "name:", as help texts call it; empty where nothing does.
-        example: a whole specification that works.
-    """
-
-    name: str
-    about: str
-    argument: str = ""
-    example: str = ""
+    name: str  # as users write it
+    about: str  # one line for help texts
+    argument: str = ""  # what stands after "name:", as help texts call it; empty where nothing does
+    example: str = ""  # a whole specification that works
 
     @property
     def form(self) -> str:
@@ -42,42 +35,25 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class StopperPart(Part):
-    """A stopper.
+    """A stopper."""
 
-    Attributes:
-        make: from the argument and the name of the draft model.
-        constant: whether every draft has the same length.
-        head: the kind of trained head that it needs; empty for none.
-        offered: whether it can be made from a name; the oracle needs a recorded run.
-    """
-
-    make: Callable[[str, str | None], Stopper]
-    constant: bool = False
-    head: str = ""
-    offered: bool = True
+    make: Callable[[str, str | None], Stopper]  # from the argument and the name of the draft model
+    constant: bool = False  # whether every draft has the same length
+    head: str = ""  # the kind of trained head that it needs; empty for none
+    offered: bool = True  # whether it can be made from a name; the oracle needs a recorded run
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifierPart(Part):
-    """A verification rule.
+    """A verification rule."""
 
-    Attributes:
-        make: from the argument.
-        traits: what it takes.
-        lossless: whether the output distribution stays the target's.
-    """
-
-    make: Callable[[str], Verifier]
-    traits: VerifierTraits
-    lossless: bool = True
+    make: Callable[[str], Verifier]  # from the argument
+    traits: VerifierTraits  # what it takes
+    lossless: bool = True  # whether the output distribution stays the target's
 
 
 def numbers(text: str, example: str) -> list[int]:
-    """Whole numbers joined by x, such as "4x2x1"; none in an empty text.
-
-    Raises:
-        UserError: something else.
-    """
+    """Whole numbers joined by x, such as "4x2x1"; none in an empty text."""
     try:
         return [int(part) for part in text.split("x")] if text else []
     except ValueError:
@@ -85,11 +61,7 @@ def numbers(text: str, example: str) -> list[int]:
 
 
 def number(text: str, example: str) -> float:
-    """A number.
-
-    Raises:
-        UserError: something else.
-    """
+    """The number that a text is; `example` is what an error shows."""
     try:
         return float(text)
     except ValueError:

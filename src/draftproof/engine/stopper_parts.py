@@ -184,11 +184,7 @@ OFFERED_STOPPERS = {name: part for name, part in STOPPERS.items() if part.offere
 
 
 def find_stopper(spec: str) -> tuple[StopperPart, str]:
-    """The part that "name" or "name:argument" names, and the argument.
-
-    Raises:
-        UserError: unknown name.
-    """
+    """The part that "name" or "name:argument" names, and the argument."""
     name, _, argument = spec.partition(":")
     if name not in STOPPERS:
         forms = ", ".join(part.form for part in OFFERED_STOPPERS.values())
@@ -199,12 +195,7 @@ def find_stopper(spec: str) -> tuple[StopperPart, str]:
 def make_stopper(spec: str, draft: str | None = None) -> Stopper:
     """A stopper from "name" or "name:argument".
 
-    Args:
-        spec: a name of STOPPERS, with its argument.
-        draft: name of the draft model, or the drafter's where it has none, for stoppers whose head ships for it.
-
-    Raises:
-        UserError: unknown name or a bad argument.
+    `draft` is the name of the draft model, or the drafter's where it has none, for stoppers whose head ships for it.
     """
     part, argument = find_stopper(spec)
     return part.make(argument, draft)

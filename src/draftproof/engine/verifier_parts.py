@@ -80,11 +80,7 @@ LOSSY = tuple(name for name, part in VERIFIERS.items() if not part.lossless)
 
 
 def find_verifier(spec: str) -> tuple[VerifierPart, str]:
-    """The part that "name" or "name:parameter" names, and the parameter.
-
-    Raises:
-        UserError: unknown name.
-    """
+    """The part that "name" or "name:parameter" names, and the parameter."""
     name, _, argument = spec.partition(":")
     if name not in VERIFIERS:
         lossless = ", ".join(known for known in VERIFIERS if known not in LOSSY)
@@ -93,10 +89,6 @@ def find_verifier(spec: str) -> tuple[VerifierPart, str]:
 
 
 def make_verifier(spec: str) -> Verifier:
-    """A verification rule from "name" or "name:parameter".
-
-    Raises:
-        UserError: unknown name or a bad parameter.
-    """
+    """A verification rule from "name" or "name:parameter"."""
     part, argument = find_verifier(spec)
     return part.make(argument)

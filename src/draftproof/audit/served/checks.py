@@ -33,19 +33,14 @@ SCHEMA = {
 
 @dataclass(frozen=True)
 class Check:
-    """One kind of requests, and what it looks for.
-
-    Attributes:
-        fields: of the request, besides the prompt and what all requests have.
-        seeded: whether each request has a seed of its own.
-        form: name of the form that a finished answer must have: "regex", "schema" or "".
-    """
+    """One kind of requests, and what it looks for."""
 
     name: str
     about: str
+    # Of the request, besides the prompt and what all requests have.
     fields: Mapping[str, Any] = field(default_factory=dict)
-    seeded: bool = False
-    form: str = ""
+    seeded: bool = False  # whether each request has a seed of its own
+    form: str = ""  # name of the form that a finished answer must have: "regex", "schema" or ""
 
     def request(self, max_tokens: int) -> dict[str, Any]:
         """The fields of a request, besides its prompt."""

@@ -49,39 +49,27 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """How a family of models writes calls: each is a name and arguments, with fixed texts around them.
+    """How a family of models writes calls: each is a name and arguments, with fixed texts around them."""
 
-    Attributes:
-        name: as `--tool-format` has it.
-        marker: what tells calls from text; empty where calls are all of the answer and text begins in another way.
-        opening: what stands between the marker and the first call.
-        head: what stands before the name of a function.
-        middle: what stands between the name and the arguments.
-        tail: what stands after the arguments.
-        between: what stands between two calls.
-        closing: what stands after all of them.
-        plain: what stands before a text in place of calls.
-        earlier: what stands before and after the name in calls of earlier messages, where templates write it otherwise.
-        parallel: whether an answer may hold several calls.
-        ids: of calls, as chat templates take them: any, `short` ones of nine letters and digits, or `numbered` as in
-            `functions.NAME:0`.
-        signs: a chat template that has all of these, and writes no call itself, teaches this dialect; none for never.
-    """
-
-    name: str
+    name: str  # as `--tool-format` has it
     models: str
+    # What tells calls from text; empty where calls are all of the answer and text begins in another way.
     marker: str = ""
-    opening: str = ""
-    head: str = ""
-    middle: str = ""
+    opening: str = ""  # what stands between the marker and the first call
+    head: str = ""  # what stands before the name of a function
+    middle: str = ""  # what stands between the name and the arguments
     arguments: Arguments = JsonArguments()  # noqa: RUF009 - it has no state
-    tail: str = ""
-    between: str = ""
-    closing: str = ""
-    plain: str = ""
+    tail: str = ""  # what stands after the arguments
+    between: str = ""  # what stands between two calls
+    closing: str = ""  # what stands after all of them
+    plain: str = ""  # what stands before a text in place of calls
+    # What stands before and after the name in calls of earlier messages, where templates write it otherwise.
     earlier: tuple[str, str] | None = None
-    parallel: bool = True
+    parallel: bool = True  # whether an answer may hold several calls
+    # Of calls, as chat templates take them: any, `short` ones of nine letters and digits, or `numbered` as in
+    # `functions.NAME:0`.
     ids: str = "any"
+    # A chat template that has all of these, and writes no call itself, teaches this dialect; none for never.
     signs: tuple[str, ...] = ()
 
     @property
