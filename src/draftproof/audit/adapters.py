@@ -25,7 +25,7 @@ from torch import Tensor
 from draftproof.audit import generators
 from draftproof.audit.check import ROUNDED, CheckLine, enumerated, tested
 from draftproof.audit.distributions import all_drafts, as_paths
-from draftproof.audit.patches import enumerated_draws, patched
+from draftproof.audit.generators import enumerated_draws, patched
 from draftproof.audit.suite import suite
 from draftproof.errors import UserError
 from draftproof.functional.chain import ChainVerdict

@@ -19,7 +19,7 @@ from torch import Tensor
 from draftproof.audit.suite import Context
 from draftproof.functional.nodes import PathVerdict
 from draftproof.rng import Purpose, Rng
-from draftproof.testing import EnumeratedNoise, EnumeratingRng, exact_distribution, total_variation
+from draftproof.testing import EnumeratedNoise, EnumeratingRng, exact_distribution, next_script, total_variation
 
 Distribution = dict[Context, float]
 PathRule = Callable[..., PathVerdict]
@@ -121,7 +121,8 @@ class SharedRng:
 
     def __init__(self, script: tuple[int, ...], rows: int) -> None:
         self._script = script
-        self.taken: list[tuple[int, list[int]]] = []
+        self.taken: list[int] = []
+        self.options: list[tuple[int, ...]] = []
         self.weight = torch.ones(rows, dtype=torch.float64)
 
     def _choose(self, probs: Float[Tensor, "B options"]) -> int:
@@ -130,7 +131,8 @@ class SharedRng:
         if len(possible) > 1:
             step = len(self.taken)
             choice = self._script[step] if step < len(self._script) else choice
-            self.taken.append((choice, possible))
+            self.taken.append(choice)
+            self.options.append(tuple(possible))
         self.weight = self.weight * probs[:, choice]
         return int(choice)
 
@@ -169,17 +171,7 @@ def walk(program: Callable[[Rng], Outcome], rows: int) -> Iterator[tuple[Tensor,
         rng = SharedRng(script, rows)
         outcome = program(rng)
         yield rng.weight, outcome
-        script = _next(rng.taken)
-
-
-def _next(taken: list[tuple[int, list[int]]]) -> tuple[int, ...] | None:
-    """The script after the one just run, in depth-first order; None after the last one."""
-    for step in range(len(taken) - 1, -1, -1):
-        choice, options = taken[step]
-        after = options.index(choice) + 1
-        if after < len(options):
-            return (*(c for c, _ in taken[:step]), options[after])
-    return None
+        script = next_script(rng.taken, rng.options)
 
 
 def verdicts(rule: PathRule, drafts: Drafts, **options: Any) -> Float[Tensor, "B K m V"]:

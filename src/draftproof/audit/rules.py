@@ -35,7 +35,7 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.engine import Engine
 from draftproof.engine.loop import RoundRngFactory
-from draftproof.errors import UserError
+from draftproof.errors import refuse_unknown
 from draftproof.functional.coupling import Selection
 from draftproof.functional.nodes import PathVerdict
 from draftproof.rng import Rng
@@ -312,8 +312,7 @@ def audit_rules(names: Sequence[str] = (), *, full: bool = False) -> Iterator[Li
     """Audit some rules by name, or all rules with the identities and orderings between them."""
     audit = Audit(suite(full=full), None if full else IN_ENGINE)
     for name in names:
-        if name not in audit.rules:
-            raise UserError(f"rule: expected one of {', '.join(audit.rules)}, got {name!r}")
+        refuse_unknown("rule", name, audit.rules)
     return _lines(audit, names)
 
 

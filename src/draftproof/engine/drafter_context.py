@@ -11,6 +11,7 @@ from draftproof.backends.base import Backend
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.head import Following, FollowingModel, following_drafter
 from draftproof.engine.composition import DrafterTraits
 from draftproof.engine.parts import Part, StopperPart
 from draftproof.engine.stopper_parts import DEFAULT_STOPPER, make_stopper
@@ -47,6 +48,11 @@ class DrafterContext:
         """The draft model."""
         assert self.draft is not None, "checked by make_drafter"
         return DraftModel(self.draft, vocab_size=self.target.vocab_size, **self.changes)
+
+    def following(self, head: Following, name: str, chains: int) -> Drafter:
+        """The drafter from a head that follows the target."""
+        model = FollowingModel(head, self.own_model(name), **self.changes)
+        return following_drafter(model, self.ends(), name, chains=chains)
 
     def own_model(self, name: str) -> SlotBackend:
         """The target, for drafters that work inside it; a UserError where it has no slot cache."""

@@ -17,6 +17,9 @@ from draftproof.errors import UserError
 from draftproof.stoppers.budget import DraftBudget
 from draftproof.verifiers.base import Verifier
 
+# Fields that LoadOptions has too: those of both models, and those of the target alone.
+_OF_BOTH = ("trust_remote_code", "check", "backend", "attn_implementation", "activations")
+_OF_TARGET = ("adapter", "quantization_config", "tensor_parallel", "weights", "kv_dtype")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -155,15 +158,8 @@ class EngineOptions:
 
     def of_target(self) -> LoadOptions:
         """How the target is loaded."""
-        return replace(
-            self._of_both(self.dtype, self.device),
-            adapter=self.adapter,
-            quantization_config=self.quantization_config,
-            plainly=True,
-            tensor_parallel=self.tensor_parallel,
-            weights=self.weights,
-            kv_dtype=self.kv_dtype,
-        )
+        own = {name: getattr(self, name) for name in _OF_TARGET}
+        return replace(self._of_both(self.dtype, self.device), plainly=True, **own)
 
     def of_draft(self) -> LoadOptions:
         """How the draft model is loaded, which is on one device."""
@@ -172,15 +168,7 @@ class EngineOptions:
         return self._of_both(dtype, self.device if one else None)
 
     def _of_both(self, dtype: str, device: str | Mapping[str, Any] | None) -> LoadOptions:
-        return LoadOptions(
-            dtype=dtype,
-            device=device,
-            trust_remote_code=self.trust_remote_code,
-            check=self.check,
-            backend=self.backend,
-            attn_implementation=self.attn_implementation,
-            activations=self.activations,
-        )
+        return LoadOptions(dtype=dtype, device=device, **{name: getattr(self, name) for name in _OF_BOTH})
 
 
 def takes_options(function: _Function) -> _Function:

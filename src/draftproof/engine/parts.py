@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from draftproof.engine.composition import VerifierTraits
 from draftproof.errors import UserError
 from draftproof.stoppers.base import Stopper
 from draftproof.verifiers.base import Verifier
+
+_Part = TypeVar("_Part", bound="Part")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +28,6 @@ class Part:
     def form(self) -> str:
         """How a specification looks."""
         return f"{self.name}:{self.argument}" if self.argument else self.name
-
-    def refuse(self, argument: str) -> UserError:
-        """The error for an argument that this part does not take."""
-        if not self.argument:
-            return UserError(f"{self.name} takes no argument, and was given {argument!r}")
-        return UserError(f"{self.name}: expected {self.form}, for example {self.example}, got {argument!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +47,16 @@ class VerifierPart(Part):
     make: Callable[[str], Verifier]  # from the argument
     traits: VerifierTraits  # what it takes
     lossless: bool = True  # whether the output distribution stays the target's
+
+
+def find(parts: Mapping[str, _Part], spec: str, kind: str, offered: str) -> tuple[_Part, str]:
+    """The part that "name" or "name:argument" names, and the argument; errors name the kind and what is offered."""
+    name, _, argument = spec.partition(":")
+    if name not in parts:
+        raise UserError(f"{kind}: expected one of {offered}, got {name!r}")
+    if argument and not parts[name].argument:
+        raise UserError(f"{kind} {name} takes no argument, and was given {argument!r}")
+    return parts[name], argument
 
 
 def numbers(text: str, example: str) -> list[int]:
@@ -95,3 +102,8 @@ def own_chain_count(argument: str) -> int:
     """The K of LxK or WHERExK; 1 where there is none."""
     _, times, chains = argument.rpartition("x")
     return int(chains) if times and chains.isdecimal() else 1
+
+
+def own_several(argument: str) -> bool:
+    """Whether LxK or WHERExK names more than one chain."""
+    return own_chain_count(argument) > 1

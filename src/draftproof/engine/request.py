@@ -58,6 +58,10 @@ class SameText(StrEnum):
     BY_DRAFTS = "with the same drafts"  # draws belong to places in a round
 
 
+# Fields of an Output that its JSON has in another form, or only where they were asked for.
+_NOT_PLAIN = ("params", "stats", "logprobs", "prompt_logprobs", "reasoning", "reasoning_tokens")
+
+
 @dataclass(frozen=True)
 class Output:
     """One finished continuation.
@@ -105,26 +109,12 @@ class Output:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        made: dict[str, Any] = {
-            "prompt": self.prompt,
-            "index": self.index,
-            "text": self.text,
-            "token_ids": list(self.token_ids),
-            "finish_reason": self.finish_reason,
-            "stop_reason": self.stop_reason,
-            "lossless": self.lossless,
-            "same_bits": self.same_bits,
-            "same_text": str(self.same_text),
-            "drafter": self.drafter,
-            "stopper": self.stopper,
-            "verifier": self.verifier,
-            "seed": self.seed,
-            "sampling": {name: getattr(self.params, name) for name in SHAPING},
-            "stats": self.stats.to_dict(),
-        }
+        made = {name: value for name, value in vars(self).items() if name not in _NOT_PLAIN}
+        made |= {"token_ids": list(self.token_ids), "same_text": str(self.same_text)}
+        made["sampling"] = {name: getattr(self.params, name) for name in SHAPING}
+        made["stats"] = self.stats.to_dict()
         if self.reasoning is not None:
-            made["reasoning"] = self.reasoning
-            made["reasoning_tokens"] = self.reasoning_tokens
+            made |= {"reasoning": self.reasoning, "reasoning_tokens": self.reasoning_tokens}
         if self.logprobs is not None:
             made["logprobs"] = [entry.to_dict() for entry in self.logprobs]
         if self.prompt_logprobs is not None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftproof.errors import UserError
+from draftproof.errors import refuse_unknown
 from draftproof.sampling import SamplingParams
 
 LONGEST_MINIMUM = 24  # tokens that the check min_tokens asks for
@@ -99,8 +99,7 @@ NAMES = tuple(checks_for((0, 1, 2)))
 def chosen(names: Sequence[str]) -> list[str]:
     """The names of the checks that were asked for; all without a name."""
     for name in names:
-        if name not in NAMES:
-            raise UserError(f"check: expected one of {', '.join(NAMES)}, got {name!r}")
+        refuse_unknown("check", name, NAMES)
     return list(dict.fromkeys(names)) or list(NAMES)
 
 

@@ -9,9 +9,9 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from pydantic import BaseModel
 
+from draftproof.backends.translation.token_map import token_bytes
 from draftproof.draft import Origin
 from draftproof.sampling import TokenLogprob
-from draftproof.server.api.token_text import TokenText
 from draftproof.server.errors import ApiError
 from draftproof.server.parse_request import ParsedRequest
 from draftproof.server.schemas import (
@@ -235,3 +235,35 @@ class Endpoint(Generic[_Body]):
 def itself(body: Any) -> Any:
     """What a body asks where it is OpenAI's."""
     return body
+
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class TokenText:
+    """The text of single tokens and of several."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __call__(self, token: int) -> str:
+        """Of one token inside a text, special ones included: some tokenizers leave out a blank at the start."""
+        if token not in self._known:
+            self._known[token] = self.joined([token, token])[len(self.joined([token])) :]
+        return self._known[token]
+
+    def content(self, token: int) -> bytes:
+        """The bytes of a token, also where they are a part of a character."""
+        return token_bytes(str(self._tokenizer.convert_ids_to_tokens(token)), self(token))
+
+    def named(self, token: int) -> str:
+        """The text of one token; OpenAI's form of its bytes where they are a part of a character."""
+        text = self(token)
+        if _REPLACEMENT not in text or (content := self.content(token)) == text.encode():
+            return text
+        return "bytes:" + "".join(f"\\x{each:02x}" for each in content)
+
+    def joined(self, tokens: Sequence[int]) -> str:
+        """Of several in a row."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
