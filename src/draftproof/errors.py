@@ -73,21 +73,13 @@ def printable(text: str) -> str:
 
 
 def refuse_unknown(what: str, value: str, legal: Iterable[str]) -> None:
-    """Refuse a value that is not among the legal ones, which the message names.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Refuse a value that is not among the legal ones, which the message names."""
     if value not in (known := list(legal)):
         raise UserError(f"{what}: expected one of {', '.join(known)}, got {value!r}")
 
 
 def refuse_below_one(**numbers: int) -> None:
-    """Refuse numbers below 1; the message has the number's name with spaces in place of underscores.
-
-    Raises:
-        UserError: for the first number below 1.
-    """
+    """Refuse numbers below 1; the message has the number's name with spaces in place of underscores."""
     for name, value in numbers.items():
         if value < 1:
             raise UserError(f"{name.replace('_', ' ')}: expected 1 or more, got {value}")

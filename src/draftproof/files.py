@@ -45,14 +45,8 @@ def why_distrusted(path: Path, *, strict: bool = True) -> str | None:
     """Why a file or folder may hold what another user wrote; None where it may not.
 
     Links are followed, and the folders above count: whoever may write one of them can put another file in this place.
-
-    Args:
-        path: the file or folder.
-        strict: whether it must be the user's own and closed to every group. Otherwise it may also be root's, and
-            writable by a group that has no other member.
-
-    Raises:
-        OSError: it is not there.
+    It must be the user's own and closed to every group; where that is not `strict`, it may also be root's, and writable
+    by a group that has no other member. An OSError where it is not there.
     """
     real = path.resolve(strict=True)
     found = real.stat()
@@ -103,13 +97,9 @@ class Store:
     """Files that are kept between runs in a folder of `$DRAFTPROOF_HOME`, for the user alone.
 
     A file is believed only where nobody else could have written it. Losing one costs time only, so nothing here is an
-    error: what cannot be read or kept is done again, and the log says why. What was used last stays longest.
-
-    Args:
-        folder: its name.
-        version: what all contents depend on, such as a format and the code that writes it: part of every name.
-        most: files that are kept.
-        most_bytes: of all files together.
+    error: what cannot be read or kept is done again, and the log says why. What was used last stays longest: `most`
+    files, and `most_bytes` of all together. All contents depend on the version, such as a format and the code that
+    writes it: it is part of every name.
     """
 
     def __init__(self, folder: str, version: object = "", *, most: int = 64, most_bytes: int = 1 << 30) -> None:
@@ -171,13 +161,9 @@ class Store:
     def keep(
         self, name: str, write: Callable[[Path], object], *, mode: int = 0o600, durable: bool = False
     ) -> Path | None:
-        """Keep a file; its path without links, or None where that was not possible.
+        """Keep a file, in place of one with its name; its path without links, or None where that was not possible.
 
-        Args:
-            name: its name; a file with this name is replaced.
-            write: writes the content to a path; an OSError of it means that nothing is kept.
-            mode: of the file.
-            durable: as of `whole_file`.
+        `write` writes the content to a path; an OSError of it means that nothing is kept.
         """
         folder = own_folder(self.folder)
         if folder is None:
@@ -251,10 +237,8 @@ def _warn(path: Path, problem: str) -> None:
 def remove_leftovers(folder: Path, name: str, *, seconds: float = 3600.0) -> None:
     """Remove temporary files and folders that processes left which were killed in `whole_file` or `whole_directory`.
 
-    Args:
-        folder: where they are.
-        name: of what would have come of them; empty for all.
-        seconds: since their last change; younger ones may belong to a process that runs.
+    They would have had the name, or any where it is empty. Those that were changed in the last seconds may belong to a
+    process that runs.
     """
     for path in folder.glob(f".{glob.escape(name)}*"):
         found = _LEFTOVER.search(path.name)
@@ -272,11 +256,7 @@ def remove_leftovers(folder: Path, name: str, *, seconds: float = 3600.0) -> Non
 
 @contextmanager
 def whole_directory(out: Path) -> Iterator[Path]:
-    """Yield a temporary directory next to `out`; it is renamed to `out` if the block succeeds, and removed if not.
-
-    Raises:
-        UserError: `out` exists already.
-    """
+    """Yield a temporary directory next to `out`; it is renamed to `out` if the block succeeds, and removed if not."""
     refuse_existing(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     work = out.parent / f".{out.name}.{uuid4().hex}"
@@ -293,9 +273,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
 def whole_file(out: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield a temporary path next to `out`; the file replaces `out` if the block succeeds, and is removed if not.
 
-    Args:
-        out: the file.
-        durable: wait until the content is on the disk, so that a crash of the machine cannot leave half of it.
+    `durable` waits until the content is on the disk, so that a crash of the machine cannot leave half of it.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     work = out.parent / f".{out.name}.{uuid4().hex}"
@@ -307,6 +285,22 @@ def whole_file(out: Path, *, durable: bool = False) -> Iterator[Path]:
         os.replace(work, out)  # noqa: PTH105 - replaces atomically on every system
     finally:
         work.unlink(missing_ok=True)
+
+
+def read_bytes(file: Path, hint: str = "") -> bytes:
+    """The content of a file that the user names; `hint` says what to do where it cannot be read."""
+    try:
+        return file.read_bytes()
+    except OSError as cause:
+        raise UserError(f"cannot read {file}: {cause.strerror or cause}{hint}") from cause
+
+
+def json_value(text: str, where: str) -> Any:
+    """The value of a JSON text that stands in a user's file."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as cause:
+        raise UserError(f"{where}: not JSON ({getattr(cause, 'msg', 'nested too deeply')})") from None
 
 
 def write_text(out: Path, text: str) -> None:
@@ -333,14 +327,8 @@ def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Hold the lock of the file `path`: of several processes or threads, one is in the block at a time.
 
     The system releases the lock of a process that dies. Where the system or the disk has no such locks, nothing is
-    locked.
-
-    Args:
-        path: a file that is made for this purpose, and stays. Its content is left as it is.
-        waiting: called once if another process holds the lock.
-
-    Raises:
-        UserError: there is a link in its place, or something else that is no file.
+    locked. The file is made for this purpose, and stays; its content is left as it is. `waiting` is called once if
+    another process holds the lock.
     """
     try:
         import fcntl

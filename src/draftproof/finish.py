@@ -33,11 +33,7 @@ class TextDecoder:
 
     The text is `tokenizer.decode(ids, clean_up_tokenization_spaces=False)`, because cleaning up would depend on later
     tokens. There is one exception: an ASCII byte token (a line feed in Llama 2) becomes text at once, although invalid
-    bytes right after it would make `decode` replace it too.
-
-    Args:
-        tokenizer: None gives no text.
-        skip_special_tokens: leave special tokens out.
+    bytes right after it would make `decode` replace it too. Without a tokenizer there is no text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, skip_special_tokens: bool = True) -> None:
@@ -99,23 +95,14 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of a block of emitted tokens that belongs to the output.
+    """The part of a block of emitted tokens that belongs to the output."""
 
-    Attributes:
-        kept: number of tokens of the block that belong to the output, including the one that ends it.
-        text: new text that can be streamed: no later token changes it.
-        finish: why the generation ended in this block; None while it goes on.
-        stop_reason: the stop token's id or the stop string, as in vLLM; None for EOS and length.
-        reasoning: new text of the model's reasoning, which is not in `text`.
-        reasoning_tokens: how many of the tokens, from the first on, belong to the reasoning.
-    """
-
-    kept: int
-    text: str
-    finish: Finish | None
-    stop_reason: int | str | None
-    reasoning: str = ""
-    reasoning_tokens: int = 0
+    kept: int  # number of tokens of the block that belong to the output, including the one that ends it
+    text: str  # new text that can be streamed: no later token changes it
+    finish: Finish | None  # why the generation ended in this block; None while it goes on
+    stop_reason: int | str | None  # the stop token's id or the stop string, as in vLLM; None for EOS and length
+    reasoning: str = ""  # new text of the model's reasoning, which is not in `text`
+    reasoning_tokens: int = 0  # how many of the tokens, from the first on, belong to the reasoning
 
 
 class Cutter:
@@ -140,16 +127,6 @@ class Cutter:
         tokenizer: None gives no text, and refuses stop strings.
         context_left: number of tokens that still fit into the model's context; a second limit besides `max_tokens`.
         reasoning: how the output begins; None where all of it is the answer.
-
-    Attributes:
-        count: number of tokens kept so far.
-        text: all text so far; while the generation goes on, its end may be held back from the stream.
-        reasoning: all text of the reasoning so far.
-        reasoning_tokens: number of tokens of the reasoning, its markers counted.
-        finish, stop_reason: see `Cut`.
-
-    Raises:
-        UserError: stop strings without a tokenizer, or a context in which no token fits.
     """
 
     def __init__(
@@ -184,19 +161,15 @@ class Cutter:
         self._reasons = reasoning is not None and reasoning.spent is not None
         self._breaks = ""  # at the end of the reasoning so far
         self._begins = False  # whether line breaks at the beginning of the answer are left out
-        self.count = 0
-        self.text = ""
+        self.count = 0  # tokens kept so far
+        self.text = ""  # so far; while the generation goes on, its end may be held back from the stream
         self.reasoning = ""
-        self.reasoning_tokens = 0
-        self.finish: Finish | None = None
+        self.reasoning_tokens = 0  # its markers counted
+        self.finish: Finish | None = None  # this and the next one as in `Cut`
         self.stop_reason: int | str | None = None
 
     def cut(self, emitted: Sequence[int]) -> Cut:
-        """Add the tokens of one round in order, and return the part up to the end.
-
-        Raises:
-            ValueError: the generation has already ended.
-        """
+        """Add the tokens of one round in order, and return the part up to the end; a ValueError after that."""
         if self.finish is not None:
             raise ValueError(f"expected no token after the end ({self.finish}), got {len(emitted)}")
         before = self.count
@@ -327,11 +300,8 @@ def _headers(markers: ReasoningMarkers, before: tuple[int, ...]) -> dict[tuple[i
 def overlap(text: str, stop: str, most: int | None = None) -> int:
     """The length of the longest proper prefix of `stop` that `text` ends with.
 
-    Args:
-        text: that may end so.
-        stop: what it may begin.
-        most: an upper bound, such as the last answer and the characters since then: with it, the time for all of a text
-            is in proportion to its length, whatever it is.
+    `most` is an upper bound, such as the last answer and the characters since then: with it, the time for all of a text
+    is in proportion to its length, whatever it is.
     """
     longest = len(stop) - 1 if most is None else min(len(stop) - 1, most)
     start = max(len(text) - longest, 0)

@@ -41,12 +41,9 @@ class _Stuck(Exception):  # noqa: N818 - no error of the user's yet
 
 
 class _Compiled:
-    """A compiled grammar. Matchers are copies of one, and share its lexer with the lexer's limits.
+    """A compiled grammar, and what that took. Matchers are copies of one, and share its lexer with the lexer's limits.
 
-    Args:
-        make: compiles it.
-        cost: what that took when it was tried.
-        forget: called when later requests are to get another one, so that its lexer's memory is given back.
+    `forget` is called when later requests are to get another one, so that its lexer's memory is given back.
     """
 
     def __init__(self, make: Callable[[], Any], cost: Cost, forget: Callable[[], None] = lambda: None) -> None:
@@ -85,12 +82,7 @@ class Matcher(Constraint):
     """Where an answer stands in a grammar; it is moved from context to context by taking tokens back.
 
     A grammar with `max_tokens` or `stop` cannot take tokens back. Its matcher is copied from one that has read the
-    committed tokens only.
-
-    Args:
-        grammar: compiled.
-        vocab_size: the width of the masks.
-        ends: tokens that end a text.
+    committed tokens only. `ends` are tokens that end a text.
     """
 
     def __init__(self, grammar: _Compiled, vocab_size: int, ends: Sequence[int]) -> None:
@@ -115,20 +107,12 @@ class Matcher(Constraint):
 
     @override
     def allowed(self, output_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> Bool[Tensor, "rows vocab"]:
-        """The rows after each path.
-
-        Raises:
-            NoTokenError: the committed tokens do not fit the grammar, or llguidance cannot follow it any further.
-        """
+        """The rows after each path; a NoTokenError where the grammar cannot be followed any further."""
         return self._followed(lambda: torch.stack([self._mask(output_ids, tuple(path)) for path in paths]), output_ids)
 
     @override
     def forced(self, output_ids: Sequence[int]) -> list[int]:
-        """The tokens that must come next.
-
-        Raises:
-            NoTokenError: as `allowed`.
-        """
+        """The tokens that must come next; a NoTokenError as of `allowed`."""
         return self._followed(self._forced, output_ids)
 
     def _followed(self, find: Callable[[], _Made], output_ids: Sequence[int]) -> _Made:
@@ -318,11 +302,7 @@ class Grammars:
                 del self._compiled[spec]
 
     def _make_room(self, size: int) -> None:
-        """Forget kept grammars where memory for one more is short.
-
-        Raises:
-            BusyError: open requests hold it.
-        """
+        """Forget kept grammars where memory for one more is short; a BusyError where open requests hold it."""
         with self._lock:
             if self._size(self._held) + size > _MOST_HELD:
                 self._compiled.clear()

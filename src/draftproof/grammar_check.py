@@ -51,12 +51,7 @@ class Checker:
         self._known: dict[bytes, Future[Cost | _Refusal]] = {}
 
     def cost(self, kind: str, text: str) -> Cost:
-        """What a grammar takes; it is tried once, and only those who ask for the very same one wait for it.
-
-        Raises:
-            UserError: it cannot be compiled, or takes more than a grammar may.
-            BusyError: too many others are being tried.
-        """
+        """What a grammar takes; it is tried once, and only those who ask for the very same one wait for it."""
         name = hashlib.sha256(f"{kind}:{text}".encode(errors="surrogatepass")).digest()
         with self._lock:
             found = self._known.pop(name, None)
@@ -128,12 +123,7 @@ class _Lane:
             self._free.put(None)
 
     def ask(self, kind: str, text: str) -> dict[str, Any]:
-        """What a process found of a grammar.
-
-        Raises:
-            Empty: none was free for too long.
-            OSError, ValueError: it ended, or wrote no answer.
-        """
+        """What a process found of a grammar; queue.Empty where none was free, else the errors of `_Process.ask`."""
         process = self._free.get(timeout=_WAIT)
         try:
             if process is None or not process.usable:
@@ -167,11 +157,7 @@ class _Process:
         return self._ends.alive and self._owner == os.getpid() and self._process.poll() is None
 
     def ask(self, kind: str, text: str) -> dict[str, Any]:
-        """What was found of a grammar.
-
-        Raises:
-            OSError: the process has ended, or does not answer.
-        """
+        """What was found of a grammar; an OSError or ValueError where the process ends, or does not answer."""
         try:
             self._say({"kind": kind, "text": text, "seconds": _COMPILE})
             found: dict[str, Any] = json.loads(self._line(2 * _COMPILE))

@@ -32,17 +32,9 @@ _starting = threading.Lock()
 
 
 def compiled(tokenizer: Any, kind: str, text: str) -> Any:
-    """A matcher at the beginning of a grammar.
+    """A matcher at the beginning of a grammar, with llguidance's tokenizer; call it on a large stack.
 
-    Call it on a large stack.
-
-    Args:
-        tokenizer: llguidance's.
-        kind: regex, lark, json_schema or json_object.
-        text: the grammar.
-
-    Raises:
-        ValueError: a grammar that cannot be read, or used.
+    A ValueError where the grammar, of kind regex, lark, json_schema or json_object, cannot be read or used.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -61,8 +53,7 @@ def compiled(tokenizer: Any, kind: str, text: str) -> Any:
 def begin(matcher: Any) -> None:
     """Compute a matcher's first mask; copies have its lexer, and with it the work that was done.
 
-    Raises:
-        ValueError: no token is allowed, or the mask is too much work.
+    A ValueError where no token is allowed, or the mask is too much work.
     """
     matcher.compute_logit_bias()
     if matcher.is_error():
@@ -90,11 +81,9 @@ def shortened(problem: str) -> str:
 
 
 def on_large_stack(call: Callable[[], _Made]) -> _Made:
-    """What a call returns in a thread with a stack for deep recursion.
+    """What a call returns or raises in a thread with a stack for deep recursion.
 
-    Raises:
-        ValueError: there is no address space for the stack, or the call panicked.
-        BaseException: as the call.
+    A ValueError where there is no address space for the stack, or the call panicked.
     """
     made: list[_Made] = []
     errors: list[BaseException] = []

@@ -59,15 +59,11 @@ class ReasoningMarkers:
 
 @dataclass(frozen=True)
 class Reasoning:
-    """How one answer begins.
-
-    Attributes:
-        markers: of the model.
-        spent: tokens of reasoning at the end of the prompt, after a marker there; None where the prompt ends without
-            one, so that the model reasons if its first token is the marker.
-    """
+    """How one answer begins."""
 
     markers: ReasoningMarkers
+    # Tokens of reasoning at the end of the prompt, after a marker there; None where it ends without one, so that the
+    # model reasons if its first token is the marker.
     spent: int | None = None
 
     def start(self, output_ids: Sequence[int]) -> int | None:
@@ -163,14 +159,8 @@ class ReasoningConstraint(Constraint):
 
     While the model reasons every token is legal up to the limit; EOS is not where the answer has a form, since it would
     be missing. A marker that the model writes by itself counts as the first token of the output, and not to the limit.
-    Where answers have a header, that follows, so that a model which reasons again after the end cannot.
-
-    Args:
-        reasoning: of the request.
-        vocab_size: the width of the model's logits.
-        budget: the most tokens of reasoning, those of the prompt and not the markers counted; None for no limit.
-        answer: what the answer fits; None for anything.
-        eos_token_ids: end-of-sequence ids.
+    Where answers have a header, that follows, so that a model which reasons again after the end cannot. The budget
+    counts tokens of the prompt, and no markers; without one, or without a constraint of the answer, anything goes.
     """
 
     def __init__(

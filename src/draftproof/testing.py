@@ -186,17 +186,16 @@ def exact_distribution(program: Callable[[EnumeratingRng], Outcome]) -> dict[Out
         rng = EnumeratingRng(script)
         outcome = program(rng)
         found[outcome] = found.get(outcome, 0.0) + rng.weight
-        script = _next_script(rng)
+        script = next_script(rng.taken, rng.options)
     return found
 
 
-def _next_script(rng: EnumeratingRng) -> tuple[int, ...] | None:
+def next_script(taken: Sequence[int], options: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
     """The script after the one just run, in depth-first order; None after the last one."""
-    for step in range(len(rng.taken) - 1, -1, -1):
-        options = rng.options[step]
-        place = options.index(rng.taken[step])
-        if place + 1 < len(options):
-            return (*rng.taken[:step], options[place + 1])
+    for step in range(len(taken) - 1, -1, -1):
+        place = options[step].index(taken[step])
+        if place + 1 < len(options[step]):
+            return (*taken[:step], options[step][place + 1])
     return None
 
 

@@ -525,9 +525,9 @@ def test_a_competitor_repeats_its_draws_and_leaves_torchs_generator_alone(cache,
     one = COMPETITORS["transformers"](cache, cell)
     prompt = cache.encode(cell, questions["tinystories"][0])
     state = torch.get_rng_state()
-    first = one.answer(prompt, cell.params)
-    assert one.answer(prompt, cell.params).token_ids == first.token_ids
-    assert one.answer(prompt, replace(cell.params, seed=99)).token_ids != first.token_ids
+    first = one(prompt, cell.params)
+    assert one(prompt, cell.params).token_ids == first.token_ids
+    assert one(prompt, replace(cell.params, seed=99)).token_ids != first.token_ids
     assert torch.equal(torch.get_rng_state(), state)
 
 

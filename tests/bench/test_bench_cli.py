@@ -58,7 +58,7 @@ def test_drafts_of_several_number_formats_are_told_apart(tmp_path):
 
 def test_without_matplotlib_there_is_a_report_and_a_note(tmp_path, monkeypatch):
     bench("run", *SMALL, "--out", tmp_path / "x", "--temperature", 0, "--no-plots", "-q")
-    monkeypatch.setattr("draftproof.cli._results.find_spec", lambda name: None)  # noqa: ARG005
+    monkeypatch.setattr("draftproof.cli._output.find_spec", lambda name: None)  # noqa: ARG005
     result = bench("report", tmp_path / "x")
     assert "need matplotlib (pip install 'draftproof[bench]')" in result.stderr
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -133,7 +133,7 @@ def test_the_default_stoppers_have_heads_only_where_some_ship():
 
 
 def test_without_matplotlib_stoppers_have_no_picture_and_a_note(tmp_path, monkeypatch):
-    monkeypatch.setattr("draftproof.cli._results.find_spec", lambda _: None)
+    monkeypatch.setattr("draftproof.cli._output.find_spec", lambda _: None)
     small = ("--stopper", "fixed:1", "--temperature", "0", "--questions", "1", "--seeds", "1", "--max-tokens", "2")
     assert "need matplotlib" in bench("stoppers", *small, "--out", tmp_path / "s").stderr
     assert not (tmp_path / "s.png").exists()

@@ -6,8 +6,7 @@ from draftproof import Engine, SamplingParams
 from draftproof.audit.compositions import PROMPT, toy_engine
 from draftproof.bench.estimate import geometric_mean
 from draftproof.cli import _compare
-from draftproof.cli._compare import Comparison, Timing, compare
-from draftproof.cli._report import comparison
+from draftproof.cli._compare import Comparison, Timing, compare, comparison
 from draftproof.rng import CounterRoundRng
 
 

@@ -21,10 +21,9 @@ from draftproof.reproduction.experiments import SMALL, ExperimentProfile, Experi
 from draftproof.reproduction.recipes.base import Mark
 from draftproof.reproduction.recipes.block_verification_v1 import block_level, token_level
 from draftproof.reproduction.recipes.couplings import TOY_P, TOY_Q, toy_ccdf
-from draftproof.reproduction.recipes.index import RECIPES
 from draftproof.reproduction.recipes.specdec_pp import exact_gain, shipped_head
 from draftproof.reproduction.recipes.toys import constant
-from draftproof.reproduction.run import profile_named, without_times
+from draftproof.reproduction.run import PROFILES, RECIPES, without_times
 from draftproof.stoppers.trained import LIMIT, Acceptance
 from draftproof.theory.lengths import block_length, token_length
 from draftproof.training.sweep import rates
@@ -185,7 +184,7 @@ def test_the_comparison_of_two_runs_can_fail(tmp_path):
 def test_a_folder_of_another_profile_is_refused(tmp_path):
     reproduce.reproduce(["spectr-figure1"], tmp_path, TINY)
     with pytest.raises(UserError, match="another profile"):
-        reproduce.reproduce(["spectr-figure1"], tmp_path, profile_named("quick"))
+        reproduce.reproduce(["spectr-figure1"], tmp_path, PROFILES["quick"])
 
 
 def test_without_matplotlib_the_data_are_written_and_a_note_is_shown(tmp_path, monkeypatch):
@@ -287,5 +286,5 @@ def test_stoppers_on_sampled_drafts_end_where_the_engine_ends_them(experiments):
 
 def test_profiles_are_quick_and_full():
     assert set(reproduce.PROFILES) == {"quick", "full"}
-    assert experiments_module.SMOLLM2 in profile_named("full").pairs
+    assert experiments_module.SMOLLM2 in PROFILES["full"].pairs
     assert rates([])["tokens"] == 0

@@ -7,7 +7,7 @@ import pytest
 from draftproof.errors import UserError
 from draftproof.provenance import digest
 from draftproof.reproduction.paper_tables import FOLDER, PaperTable, paper_tables
-from draftproof.reproduction.recipes.index import RECIPES, chosen
+from draftproof.reproduction.run import RECIPES, chosen
 
 PAPERS = {file.stem: paper_tables(file.stem) for file in sorted(FOLDER.glob("*.toml"))}
 TABLES = [table for tables in PAPERS.values() for table in tables.values()]

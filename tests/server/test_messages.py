@@ -11,10 +11,9 @@ import pytest
 
 from draftproof import SamplingParams
 from draftproof.errors import RequestError
-from draftproof.server.api.answer import Answer
+from draftproof.server.api.answer import Answer, TokenText
 from draftproof.server.api.messages import MessagesForm
 from draftproof.server.api.messages_request import CountBody, MessagesBody, chat_to_answer, chat_to_count
-from draftproof.server.api.token_text import TokenText
 from draftproof.server.dialects.families import DIALECTS
 from draftproof.server.errors import ApiError, crowded, error_answer
 from draftproof.server.parse_request import ParsedRequest, validated

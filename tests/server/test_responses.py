@@ -10,10 +10,9 @@ import pydantic
 import pytest
 
 from draftproof.sampling import SamplingParams, TokenLogprob
-from draftproof.server.api.answer import Answer
+from draftproof.server.api.answer import Answer, TokenText
 from draftproof.server.api.chat import CHAT as CHATS
 from draftproof.server.api.responses import RESPONSES
-from draftproof.server.api.token_text import TokenText
 from draftproof.server.dialects.families import DIALECTS
 from draftproof.server.errors import ApiError
 from draftproof.server.parse_request import ParsedRequest, validated

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from draftproof import Engine, UserError
 from draftproof.errors import NoTokenError, RequestError
 from draftproof.finish import overlap
-from draftproof.server.api.token_text import TokenText
-from draftproof.server.run import use_template
+from draftproof.server.api.answer import TokenText
 from draftproof.server.schemas import ChatBody, CompletionBody
+from draftproof.server.settings import read_text
 from support.raw_http import Slow, address, connected, raw, serve
 from support.serving import STORY, error_of, post, running, small_engine, until
 
@@ -394,11 +394,11 @@ def test_a_chat_template_may_be_given(tmp_path):
     engine = Engine.load("embedded:stories", drafter="none")
     file = tmp_path / "template"
     file.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
-    use_template(engine, file)
+    engine.prompts.use_template(read_text(file, "the chat template"))
     assert engine.prompts.chat_text([{"role": "user", "content": "x"}]) == "<x>"
     assert engine.prompts.chat_text([{"role": "user", "content": "x"}], [{"type": "function"}]) == "<x>"
     with pytest.raises(UserError, match="cannot read the chat template"):
-        use_template(engine, tmp_path / "none")
+        read_text(tmp_path / "none", "the chat template")
 
 
 def test_one_client_of_openai_at_a_full_server_waits_and_is_served():

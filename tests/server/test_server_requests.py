@@ -13,8 +13,7 @@ from draftproof import Engine, SamplingParams, UserError
 from draftproof.engine.request import Request
 from draftproof.sampling import TokenLogprob
 from draftproof.server import schemas
-from draftproof.server.api.answer import Answer
-from draftproof.server.api.token_text import TokenText
+from draftproof.server.api.answer import Answer, TokenText
 from draftproof.server.auth import allowed_hosts, is_allowed_host, read_keys
 from draftproof.server.errors import ApiError
 from draftproof.server.parse_request import ParsedRequest

@@ -14,10 +14,9 @@ from draftproof import Engine, SamplingParams
 from draftproof.cli import app
 from draftproof.errors import UserError
 from draftproof.training import corpus, distil, drafter
-from draftproof.training.drafter_artefact import make_drafter
+from draftproof.training.drafter import END, make_drafter, train_tokenizer
 from draftproof.training.drafter_options import DrafterJob, Imitation, Shape, Texts
 from draftproof.training.loop import TrainingPlan
-from draftproof.training.tokenizer import END, train_tokenizer
 
 SHAPE = Shape(layers=1, width=32, heads=2, positions=96, vocabulary=300)
 PLAN = TrainingPlan(steps=40, learning_rate=5e-3, warmup=4, log_every=10, evaluate_every=20)

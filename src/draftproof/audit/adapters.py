@@ -25,7 +25,7 @@ from torch import Tensor
 from draftproof.audit import generators
 from draftproof.audit.check import ROUNDED, CheckLine, enumerated, tested
 from draftproof.audit.distributions import all_drafts, as_paths
-from draftproof.audit.patches import enumerated_draws, patched
+from draftproof.audit.generators import enumerated_draws, patched
 from draftproof.audit.suite import suite
 from draftproof.errors import UserError
 from draftproof.functional.chain import ChainVerdict
@@ -36,23 +36,17 @@ Loaded = TypeVar("Loaded")
 
 @dataclass(frozen=True)
 class Report:
-    """The audit of one function of a package, whose version is None when it is not installed.
-
-    Attributes:
-        status: "ok", "FAIL", "not installed" or why the rule was not audited.
-        lines: results in float64, one for each pair; `rounded` are those in float32.
-        notes: further findings.
-        sampled: results of statistical tests, one for each pair.
-    """
+    """The audit of one function of a package, whose version is None when it is not installed."""
 
     package: str
     version: str | None
     rule: str
-    status: str
+    status: str  # "ok", "FAIL", "not installed" or why the rule was not audited
+    # Results in float64, one for each pair; `rounded` are those in float32.
     lines: list[CheckLine] = field(default_factory=list)
     rounded: list[CheckLine] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    sampled: list[CheckLine] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # further findings
+    sampled: list[CheckLine] = field(default_factory=list)  # results of statistical tests, one for each pair
 
     def to_dict(self) -> dict[str, Any]:
         """The report as values for JSON."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from draftproof.audit.suite import Context
 from draftproof.functional.nodes import PathVerdict
 from draftproof.rng import Purpose, Rng
-from draftproof.testing import EnumeratedNoise, EnumeratingRng, exact_distribution, total_variation
+from draftproof.testing import EnumeratedNoise, EnumeratingRng, exact_distribution, next_script, total_variation
 
 Distribution = dict[Context, float]
 PathRule = Callable[..., PathVerdict]
@@ -42,19 +42,12 @@ class Pair(Protocol):
 
 
 class Drafts(NamedTuple):
-    """All ways to draw K i.i.d. chains of n tokens.
+    """All ways to draw K i.i.d. chains of n tokens."""
 
-    Attributes:
-        tokens: token ids, for each way of drawing and each chain.
-        q: the draft's row before each token.
-        p: the target's row before each token and after the last one.
-        weight: probability of each way of drawing.
-    """
-
-    tokens: Int[Tensor, "B K n"]
-    q: Float[Tensor, "B K n V"]
-    p: Float[Tensor, "B K m V"]
-    weight: Float[Tensor, " B"]
+    tokens: Int[Tensor, "B K n"]  # token ids, for each way of drawing and each chain
+    q: Float[Tensor, "B K n V"]  # the draft's row before each token
+    p: Float[Tensor, "B K m V"]  # the target's row before each token and after the last one
+    weight: Float[Tensor, " B"]  # probability of each way of drawing
 
 
 class WorstOutcome(NamedTuple):
@@ -66,19 +59,12 @@ class WorstOutcome(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """The result of enumerating a rule on one pair.
+    """The result of enumerating a rule on one pair."""
 
-    Attributes:
-        distance: total variation from the target's distribution of the first n + 1 tokens.
-        worst: the outcome that differs most.
-        accepted: expected number of accepted tokens.
-        lost: descriptions of failures of the rule, with their probabilities.
-    """
-
-    distance: float
-    worst: WorstOutcome
-    accepted: float
-    lost: dict[str, float]
+    distance: float  # total variation from the target's distribution of the first n + 1 tokens
+    worst: WorstOutcome  # the outcome that differs most
+    accepted: float  # expected number of accepted tokens
+    lost: dict[str, float]  # descriptions of failures of the rule, with their probabilities
 
 
 def all_drafts(pair: Pair, chains: int, length: int) -> Drafts:
@@ -135,7 +121,8 @@ class SharedRng:
 
     def __init__(self, script: tuple[int, ...], rows: int) -> None:
         self._script = script
-        self.taken: list[tuple[int, list[int]]] = []
+        self.taken: list[int] = []
+        self.options: list[tuple[int, ...]] = []
         self.weight = torch.ones(rows, dtype=torch.float64)
 
     def _choose(self, probs: Float[Tensor, "B options"]) -> int:
@@ -144,7 +131,8 @@ class SharedRng:
         if len(possible) > 1:
             step = len(self.taken)
             choice = self._script[step] if step < len(self._script) else choice
-            self.taken.append((choice, possible))
+            self.taken.append(choice)
+            self.options.append(tuple(possible))
         self.weight = self.weight * probs[:, choice]
         return int(choice)
 
@@ -183,17 +171,7 @@ def walk(program: Callable[[Rng], Outcome], rows: int) -> Iterator[tuple[Tensor,
         rng = SharedRng(script, rows)
         outcome = program(rng)
         yield rng.weight, outcome
-        script = _next(rng.taken)
-
-
-def _next(taken: list[tuple[int, list[int]]]) -> tuple[int, ...] | None:
-    """The script after the one just run, in depth-first order; None after the last one."""
-    for step in range(len(taken) - 1, -1, -1):
-        choice, options = taken[step]
-        after = options.index(choice) + 1
-        if after < len(options):
-            return (*(c for c, _ in taken[:step]), options[after])
-    return None
+        script = next_script(rng.taken, rng.options)
 
 
 def verdicts(rule: PathRule, drafts: Drafts, **options: Any) -> Float[Tensor, "B K m V"]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,44 @@ from torch import Tensor
 
 from draftproof.audit.check import ROUNDED, CheckLine
 from draftproof.audit.distributions import Distribution, WorstOutcome, worst_cell
-from draftproof.audit.patches import enumerated_draws, patched
+from draftproof.rng import Rng
 from draftproof.testing import EnumeratingRng, exact_distribution, total_variation
+
+
+class _Uniforms:
+    """In place of a tensor of uniforms that is only compared: each comparison is a draw of our Rng."""
+
+    def __init__(self, rng: Rng) -> None:
+        self._rng = rng
+
+    def __le__(self, prob: Tensor) -> Tensor:
+        return self._rng.bernoulli(prob.clamp(max=1))
+
+    __lt__ = __le__
+
+
+@contextmanager
+def patched(owner: Any, **values: Any) -> Iterator[None]:
+    """Replace attributes of a module or a class within the block."""
+    before = {name: vars(owner)[name] for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def enumerated_draws(rng: Rng) -> AbstractContextManager[None]:
+    """Within the block torch's draws of one token, and uniforms that are only compared, come from an Rng."""
+
+    def multinomial(weights: Tensor, num_samples: int = 1, **_: Any) -> Tensor:
+        assert num_samples == 1, f"{num_samples} draws per row: only one can be enumerated"
+        return rng.categorical(weights).unsqueeze(-1)
+
+    return patched(torch, rand_like=lambda *_, **__: _Uniforms(rng), multinomial=multinomial)
+
 
 VOCAB = 3
 PROMPT = (0, 1, 2, 2, 1)

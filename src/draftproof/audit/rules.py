@@ -35,7 +35,7 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.engine import Engine
 from draftproof.engine.loop import RoundRngFactory
-from draftproof.errors import UserError
+from draftproof.errors import refuse_unknown
 from draftproof.functional.coupling import Selection
 from draftproof.functional.nodes import PathVerdict
 from draftproof.rng import Rng
@@ -99,31 +99,21 @@ class Rule:
 
 @dataclass(frozen=True)
 class RuleLine:
-    """The result for a rule.
-
-    Attributes:
-        total_variation: the largest total variation over the suite, on the pair `worst_model`.
-        worst_cell: the outcome whose probability differs most on this pair.
-        accepted: expected accepted tokens, mean over the suite.
-        drafted: chains x tokens of the drafts for `accepted`.
-        against_token: `accepted` divided by that of token verification, for one chain of the same length.
-        of_optimum: `accepted` divided by an upper bound for all rules: the full-information bound for one chain,
-            alpha_k for several chains of one token.
-        tolerance: the upper limit of the total variation of a lossless rule.
-        verdict: "ok", "FAIL" or "lossy".
-    """
+    """The result for a rule."""
 
     rule: str
     lossless: bool
-    total_variation: float
+    total_variation: float  # the largest total variation over the suite, on the pair `worst_model`
     worst_model: str
-    worst_cell: WorstOutcome
-    accepted: float
-    drafted: str
-    against_token: float
+    worst_cell: WorstOutcome  # the outcome whose probability differs most on this pair
+    accepted: float  # expected accepted tokens, mean over the suite
+    drafted: str  # chains x tokens of the drafts for `accepted`
+    against_token: float  # `accepted` divided by that of token verification, for one chain of the same length
+    # `accepted` divided by an upper bound for all rules: the full-information bound for one chain, alpha_k for several
+    # chains of one token.
     of_optimum: float | None
-    tolerance: float | None
-    verdict: str
+    tolerance: float | None  # the upper limit of the total variation of a lossless rule
+    verdict: str  # "ok", "FAIL" or "lossy"
 
     def to_dict(self) -> dict[str, Any]:
         """The line as values for JSON."""
@@ -322,8 +312,7 @@ def audit_rules(names: Sequence[str] = (), *, full: bool = False) -> Iterator[Li
     """Audit some rules by name, or all rules with the identities and orderings between them."""
     audit = Audit(suite(full=full), None if full else IN_ENGINE)
     for name in names:
-        if name not in audit.rules:
-            raise UserError(f"rule: expected one of {', '.join(audit.rules)}, got {name!r}")
+        refuse_unknown("rule", name, audit.rules)
     return _lines(audit, names)
 
 

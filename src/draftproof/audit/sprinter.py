@@ -45,28 +45,17 @@ PARAMS = SamplingParams(max_tokens=3)  # a drafted token, one after it, and a bo
 
 @dataclass(frozen=True)
 class SprinterLine:
-    """Figures of one verifier on one pair.
-
-    Attributes:
-        pair, verifier: their names.
-        contexts: number of enumerated contexts.
-        passed: share of the draft's mass that the verifier accepts, mean over contexts.
-        distance: largest total variation between the enumerated distribution and that of the verifier's decisions.
-        excess: largest difference between the enumerated drift and eta TV(p, q), eta the accepted share of the excess.
-        drift: enumerated total variation from the target, mean over contexts.
-        eta_fp: accepted share of the unacceptable mass, over all contexts.
-        predicted: eta_fp times the mean of TV(p, q).
-    """
+    """Figures of one verifier on one pair."""
 
     pair: str
     verifier: str
-    contexts: int
-    passed: float
-    distance: float
-    excess: float
-    drift: float
-    eta_fp: float
-    predicted: float
+    contexts: int  # number of them that were enumerated
+    passed: float  # share of the draft's mass that the verifier accepts, mean over contexts
+    distance: float  # largest total variation between the enumerated distribution and that of the verifier's decisions
+    excess: float  # largest difference of the enumerated drift and eta TV(p, q), eta the accepted share of the excess
+    drift: float  # enumerated total variation from the target, mean over contexts
+    eta_fp: float  # accepted share of the unacceptable mass, over all contexts
+    predicted: float  # eta_fp times the mean of TV(p, q)
 
     @property
     def exact(self) -> bool:

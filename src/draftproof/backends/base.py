@@ -427,12 +427,21 @@ def unread(session: Session, tokens: list[int]) -> list[int]:
 
 def logits_along(backend: Backend, prompt: Sequence[int], tokens: Sequence[int]) -> Float[Tensor, "rows vocab"]:
     """Logits after a prompt and after each of the tokens that follow it, of one pass in a session of its own."""
-    session = backend.open()
+    return outputs_along(backend, [prompt], [tokens])[0].logits
+
+
+def outputs_along(
+    backend: Backend, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], *, hidden: bool = False
+) -> list[FeedOutput]:
+    """Outputs after each prompt and each token of the text that follows it, of one pass in sessions of its own."""
+    sessions = [backend.open() for _ in prompts]
     try:
-        tree = TokenTree.chain(torch.tensor(list(tokens), device=backend.device)) if tokens else None
-        return backend.forward([Feed(session, list(prompt), tree)])[0].logits
+        trees = [TokenTree.chain(torch.tensor(list(text), device=backend.device)) if text else None for text in texts]
+        feeds = [Feed(*each) for each in zip(sessions, map(list, prompts), trees, strict=True)]
+        return backend.forward(feeds, hidden=hidden)
     finally:
-        session.close()
+        for session in sessions:
+            session.close()
 
 
 def _walk(session: Session, tokens: Sequence[int]) -> list[int]:

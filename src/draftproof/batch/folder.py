@@ -32,10 +32,6 @@ class AnswerFolder:
         integers: whether ids are whole numbers.
         rows_per_file: the most results in a file, but for those of one prompt, which stay together.
         save_every: seconds after which a file is written with fewer.
-
-    Attributes:
-        done: ids that have their output, as texts.
-        facts: the manifest.
     """
 
     def __init__(
@@ -64,7 +60,7 @@ class AnswerFolder:
         self._saved = time.monotonic()
         self._settings = dict(settings)
         self.facts = self._manifest()
-        self.done: set[str] = set()
+        self.done: set[str] = set()  # ids that have their output, as texts
         self._next = 0
 
     # --- the manifest ---------------------------------------------------------------------------------------------

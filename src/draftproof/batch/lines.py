@@ -15,11 +15,10 @@ from draftproof.batch.source import Row
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.request import Request
 from draftproof.provenance import digest
-from draftproof.server.api.answer import Answer, Endpoint, Form
+from draftproof.server.api.answer import Answer, Endpoint, Form, TokenText
 from draftproof.server.api.chat import CHAT
 from draftproof.server.api.completions import COMPLETIONS
 from draftproof.server.api.responses import RESPONSES
-from draftproof.server.api.token_text import TokenText
 from draftproof.server.errors import ApiError
 from draftproof.server.parse_request import RequestParser, refuse_other_model, refuse_stream_options, validated
 from draftproof.server.schemas import Body

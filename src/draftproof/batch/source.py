@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from draftproof.errors import UserError, reason
+from draftproof.files import json_value
 from draftproof.provenance import file_digest
 
 FORMATS = ("jsonl", "parquet")
@@ -32,17 +32,7 @@ class Row:
 
 
 class Source:
-    """The rows of a .jsonl or .parquet file, which may be read several times and is the same each time.
-
-    Attributes:
-        lines: whether the rows are lines of an OpenAI batch file.
-        count: number of rows.
-        integers: whether every id is a whole number.
-        digest: sha256 of the file.
-
-    Raises:
-        UserError: a file that cannot be read, a row without an id, or an id that occurs twice.
-    """
+    """The rows of a .jsonl or .parquet file, which may be read several times and is the same each time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,8 +52,8 @@ class Source:
 
     def _open(self) -> None:
         seen: Counter[str] = Counter()
-        self.lines = False
-        self.integers = True
+        self.lines = False  # whether the rows are lines of an OpenAI batch file
+        self.integers = True  # whether every id is a whole number
         for number, values in enumerate(self._values(("id", *LINE_KEYS, *PROMPT_KEYS))):
             if number == 0:
                 self.lines = "custom_id" in values and "url" in values
@@ -159,11 +149,9 @@ def _json_rows(file: BinaryIO, path: Path) -> Iterator[Mapping[str, Any]]:
 
 def _json_row(line: bytes, where: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(line.decode("utf-8-sig"))
+        found = json_value(line.decode("utf-8-sig"), where)
     except UnicodeDecodeError:
         raise UserError(f"{where}: not UTF-8 text") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON ({getattr(error, 'msg', 'nested too deeply')})") from None
     if not isinstance(found, dict):
         raise UserError(f"{where}: expected a JSON object, with id and prompt or as in an OpenAI batch file")
     return found

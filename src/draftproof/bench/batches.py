@@ -20,12 +20,12 @@ from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import read_questions
 from draftproof.bench.report import speed
 from draftproof.engine.engine import Engine
+from draftproof.engine.stats import total_stats
 from draftproof.errors import UserError, refuse_below_one
 from draftproof.progress import Watch, silent
 from draftproof.provenance import load_average, run_facts, shown_options, without_directory
 from draftproof.results import Results, table
 from draftproof.sampling import SamplingParams
-from draftproof.training.sweep import total_stats
 
 PLAIN = "plain"
 

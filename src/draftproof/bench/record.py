@@ -13,6 +13,7 @@ from typing import Any
 from draftproof.bench.cell import Cell
 from draftproof.engine.stats import Stats
 from draftproof.errors import UserError
+from draftproof.files import read_bytes
 
 FILE = "records.jsonl"
 
@@ -112,10 +113,7 @@ def read_records(out: Path) -> list[Record]:
 
 def _read(file: Path) -> tuple[list[Record], int]:
     """The records of a file, and how many bytes of it they take."""
-    try:
-        raw = file.read_bytes()
-    except OSError as cause:
-        raise UserError(f"cannot read {file}: {cause.strerror or cause}; draftproof bench run makes one") from cause
+    raw = read_bytes(file, "; draftproof bench run makes one")
     whole = raw[: raw.rfind(b"\n") + 1]
     records = []
     for number, line in enumerate(whole.split(b"\n")[:-1], 1):

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftproof.bench.cell import OURS, Cell, datasets
 from draftproof.bench.competitors import COMPETITORS
 from draftproof.bench.measures import read_shape
-from draftproof.bench.model_cache import Answerer, ModelCache, Ours
+from draftproof.bench.model_cache import Answerer, ModelCache, answer
 from draftproof.bench.questions import Question, data_digest
 from draftproof.bench.record import Log, Record
 from draftproof.errors import UserError
@@ -131,7 +132,7 @@ class _Stage:
 
     def _answerer(self, cell: Cell) -> Answerer:
         if cell.engine == OURS:
-            return Ours(self._cache.engine(cell))
+            return partial(answer, self._cache.engine(cell))
         return COMPETITORS[cell.engine](self._cache, cell)
 
     def measure(self, turn: Turn) -> Record:
@@ -142,10 +143,10 @@ class _Stage:
         composition = replace(cell, dataset="", temperature=0.0, top_k=0, top_p=1.0, seed=0)
         if composition not in self._warm:
             for _ in range(self._warmup):
-                self._answerer(cell).answer(prompt, params)
+                self._answerer(cell)(prompt, params)
             self._warm.add(composition)
-        answer = self._answerer(cell).answer(prompt, params)
-        return Record(cell, question.id, question.category, turn.repeat, len(prompt), answer)
+        made = self._answerer(cell)(prompt, params)
+        return Record(cell, question.id, question.category, turn.repeat, len(prompt), made)
 
 
 # --- the metadata of a run: provenance.json ---------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from draftproof.audit.served.run import Audit, Finding, settle
 from draftproof.audit.served.run import Options as Audited
 from draftproof.audit.served.scoring import Reference
 from draftproof.cli._options import Options, with_options
+from draftproof.cli._output import print_table
 from draftproof.cli._prompts import read_prompts
-from draftproof.cli._results import print_table
 from draftproof.errors import UserError
 from draftproof.files import whole_file
 from draftproof.provenance import run_facts

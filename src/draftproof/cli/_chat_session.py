@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from draftproof.cli import _terminal
+from draftproof.cli import _output
 from draftproof.cli._chat_commands import completions, is_open, take
 from draftproof.cli._conversation import Conversation, Event, Notice
 from draftproof.draft import Origin
@@ -49,12 +49,12 @@ class Screen:
             return
         self._end_line()
         if isinstance(event, Notice):
-            _terminal.note(event.text)
+            _output.note(event.text)
             return
         if event.note:
-            _terminal.note(f"draftproof: {event.note}")
+            _output.note(f"draftproof: {event.note}")
         if not self._quiet:
-            _terminal.note(status(event.request), dim=True)
+            _output.note(status(event.request), dim=True)
 
     def _write(self, chunk: Chunk) -> None:
         """Write a piece of an answer: the one place where its text goes to the terminal."""
@@ -63,13 +63,13 @@ class Screen:
             self._reasons = self._within_line = True
         if chunk.text and self._reasons:
             self._reasons = False
-            _terminal.write("\n\n")
+            _output.write("\n\n")
         if self._show_drafts:
             self._drafted = self._drafted or DraftedText(self._conversation)
             for text, drafted in self._drafted.split(chunk):
                 self._console.out(self._safe(text), style=_COLOURS[chunk.origin] if drafted else None, end="")
         else:
-            _terminal.write(self._safe(chunk.text))
+            _output.write(self._safe(chunk.text))
         if chunk.text:
             self._within_line = not chunk.text.endswith("\n")
 
@@ -81,7 +81,7 @@ class Screen:
         self._reasons = False
         if self._within_line:
             self._within_line = False
-            _terminal.write("\n")
+            _output.write("\n")
 
 
 class DraftedText:
@@ -129,7 +129,7 @@ def converse(conversation: Conversation, screen: Screen, first: str | None, *, q
 
     read = LineReader(is_open, completions)
     if not quiet:
-        _terminal.note(f"{conversation.engine.target.name}: /help lists the commands; {_AGAIN}", dim=True)
+        _output.note(f"{conversation.engine.target.name}: /help lists the commands; {_AGAIN}", dim=True)
     if first is not None:
         _do(conversation, screen, conversation.say(first))
     interrupted = False
@@ -140,7 +140,7 @@ def converse(conversation: Conversation, screen: Screen, first: str | None, *, q
             return
         except KeyboardInterrupt:
             if interrupted:
-                _terminal.note(_AGAIN)
+                _output.note(_AGAIN)
             interrupted = True
             continue
         interrupted = False
@@ -154,7 +154,7 @@ def _do(conversation: Conversation, screen: Screen, events: Iterator[Event]) -> 
         with _on_interrupt(conversation.stop):
             screen.show(events)
     except ValueError as error:  # those of the engine's parts are written for users
-        _terminal.note(f"draftproof: error: {printable(str(error))}")
+        _output.note(f"draftproof: error: {printable(str(error))}")
 
 
 @contextmanager

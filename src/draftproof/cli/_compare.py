@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 from draftproof.bench.estimate import LEVEL, Estimate, geometric_mean
 from draftproof.engine.engine import Engine
 from draftproof.engine.prompts import Prompt
-from draftproof.engine.request import Output
-from draftproof.sampling import SamplingParams
+from draftproof.engine.request import Output, SameText
+from draftproof.engine.stats import Seconds, total_stats
+from draftproof.sampling import MODEL_DEFAULTS, SamplingParams
 
 FEWEST, MOST = 6, 20  # pairs; even, so that both engines are first equally often
 ENOUGH = 4.0  # seconds after which no more than FEWEST pairs are measured
@@ -29,21 +30,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Speculative and plain decoding on the same prompts.
+    """Speculative and plain decoding on the same prompts."""
 
-    Attributes:
-        pairs: timings of speculative and plain decoding, run one after the other.
-        block_efficiency: tokens per target call: the speed-up if drafting cost nothing and verifying as much as plain
-            decoding.
-        identical: whether both gave the same tokens; None when sampling, where only the output distribution is the
-            same.
-        dtype: of the target's weights.
-    """
-
-    pairs: Sequence[tuple[Timing, Timing]]
+    pairs: Sequence[tuple[Timing, Timing]]  # timings of speculative and plain decoding, run one after the other
+    # Tokens per target call: the speed-up if drafting cost nothing and verifying as much as plain decoding.
     block_efficiency: float
+    # Whether both gave the same tokens; None when sampling, where only the output distribution is the same.
     identical: bool | None
-    dtype: str
+    dtype: str  # of the target's weights
 
     @property
     def drafted(self) -> int:
@@ -111,7 +105,8 @@ def compare(
     same = [output.token_ids for output in known] == [output.token_ids for output in reference]
     greedy = all(each.temperature == 0 for each in params)
     dtype = str(getattr(engine.target, "dtype", "unknown")).removeprefix("torch.")
-    return Comparison(pairs, block_efficiency(known), same if greedy else None, dtype)
+    efficiency = total_stats(each.stats for each in known).block_efficiency
+    return Comparison(pairs, efficiency, same if greedy else None, dtype)
 
 
 def _more(pairs: int, seconds: float) -> bool:
@@ -131,11 +126,84 @@ def _timed(
     start = time.perf_counter()
     outputs = engine.generate(list(prompts), list(params), predictions=prediction)
     seconds = time.perf_counter() - start
-    tokens = sum(len(output.token_ids) for output in outputs)
-    return Timing(tokens / seconds, sum(output.stats.num_draft_tokens for output in outputs))
+    total = total_stats(output.stats for output in outputs)
+    return Timing(total.num_tokens / seconds, total.num_draft_tokens)
 
 
-def block_efficiency(outputs: Sequence[Output]) -> float:
-    """Tokens per target call of several outputs."""
-    calls = sum(output.stats.num_target_calls for output in outputs)
-    return sum(output.stats.num_tokens for output in outputs) / max(calls, 1)
+_SURE = [SameText.BY_DRAFTS, SameText.BUT_FOR_ROUNDING, SameText.YES]  # the least sure first
+
+
+def summary(outputs: Sequence[Output], seconds: float) -> str:
+    """One line: speed, acceptance, the parts in effect, whether the run was lossless, and the shares of time."""
+    total = total_stats(output.stats for output in outputs)
+    drafted, accepted = total.num_draft_tokens, total.num_accepted_tokens
+    parts = [
+        f"{total.num_tokens} tokens in {seconds:.2f} s",
+        f"{total.num_tokens / seconds:.1f} tokens/s" if seconds > 0 else "",
+        f"{total.block_efficiency:.2f} tokens per target call",
+        f"accepted {accepted} of {drafted} drafted ({accepted / drafted:.0%})" if drafted else "nothing drafted",
+        _composition(outputs[0]),
+        "lossless"
+        if all(output.lossless for output in outputs)
+        else "LOSSY: the output distribution is not the target's",
+        f"same text for a seed: {min((output.same_text for output in outputs), key=_SURE.index)}",
+        _time_split(total.seconds),
+    ]
+    return " | ".join(part for part in parts if part)
+
+
+def inherited(params: SamplingParams, given: Collection[str]) -> str:
+    """One line on the parameters that the model's generation config has changed, but for those in `given`."""
+    usual = SamplingParams()
+    values = {name: getattr(params, name) for name in MODEL_DEFAULTS if name not in given}
+    shown = [
+        f"{name} {value:g}" for name, value in values.items() if value is not None and value != getattr(usual, name)
+    ]
+    return f"sampling: {', '.join(shown)} (from the model's generation config)" if shown else ""
+
+
+def _composition(output: Output) -> str:
+    """The parts in effect; without a drafter the others have nothing to do."""
+    if output.drafter == "none":
+        return "drafter none"
+    return f"drafter {output.drafter}, stopper {output.stopper or 'none'}, verifier {output.verifier}"
+
+
+def _time_split(whole: Seconds) -> str:
+    if whole.total <= 0:
+        return ""
+    shares = {part: spent / whole.total for part, spent in whole.to_dict().items() if part != "total"}
+    return "time: " + ", ".join(f"{part} {share:.0%}" for part, share in shares.items())
+
+
+def comparison(found: Comparison) -> list[str]:
+    """The speed-up with its interval and a verdict, its upper bound, and at temperature 0 whether the tokens agree."""
+    values = found.to_dict()
+    rates = f"{values['speculative_tokens_per_second']:.1f} against {values['plain_tokens_per_second']:.1f} tokens/s"
+    bound = "if drafting cost nothing and a verifying call as much as a plain one"
+    lines = [_speed_up(found, rates)]
+    if found.drafted:
+        lines.append(f"at best {found.block_efficiency:.2f}x with these drafts: {bound}")
+    lines += [] if found.identical is None else [_agreement(found)]
+    return [f"compare: {line}" for line in lines]
+
+
+def _speed_up(found: Comparison, rates: str) -> str:
+    """The verdict in words, with the figures that it rests on."""
+    if found.verdict is None:
+        return f"nothing was drafted, so this was plain decoding twice; there is no speed-up to measure ({rates})"
+    verdict = {
+        "faster": "faster than plain decoding",
+        "slower": "SLOWER than plain decoding",
+        "no clear difference": "no clear difference to plain decoding",
+    }[found.verdict]
+    speed = found.speed_up
+    interval = f"95% interval {speed.low:.2f}x to {speed.high:.2f}x, {speed.count} pairs in alternating order"
+    return f"{verdict}: {speed.value:.2f}x its speed ({interval}), {rates}"
+
+
+def _agreement(found: Comparison) -> str:
+    if found.identical:
+        return f"tokens identical to plain decoding (temperature 0, {found.dtype})"
+    cause = "this should not be" if found.dtype == "float32" else f"near ties round differently in {found.dtype}"
+    return f"tokens DIFFER from plain decoding at temperature 0: {cause}; try --dtype float32"

@@ -10,8 +10,8 @@ from typing import Any
 
 import typer
 
-from draftproof.cli import _report, _terminal
-from draftproof.cli._compare import compare
+from draftproof.cli import _output
+from draftproof.cli._compare import compare, comparison, inherited, summary
 from draftproof.cli._prompts import PromptText
 from draftproof.engine.engine import Engine
 from draftproof.engine.prompts import Prompt
@@ -77,9 +77,9 @@ class GenerateRun:
         outputs = [result for result in results if isinstance(result, Output)]
         seconds = outputs[0].stats.seconds.total if single and outputs else time.perf_counter() - start
         if outputs and not self.quiet and not self.as_json:
-            _terminal.note(_report.summary(outputs, seconds), dim=True)
-            if line := _report.inherited(self.params, self.given):
-                _terminal.note(line, dim=True)
+            _output.note(summary(outputs, seconds), dim=True)
+            if line := inherited(self.params, self.given):
+                _output.note(line, dim=True)
         if self.with_plain:
             self.show_comparison(results)
         if len(outputs) < len(results):
@@ -90,21 +90,21 @@ class GenerateRun:
         output, reasons = None, False
         for chunk in self.engine.stream(self.inputs[0].prompt, self.params, prediction=self.prediction):
             if chunk.reasoning and not self.quiet:
-                _terminal.write_aside(chunk.reasoning)
+                _output.write_aside(chunk.reasoning)
                 reasons = True
             if chunk.text and reasons:
-                _terminal.write_aside("\n\n")
+                _output.write_aside("\n\n")
                 reasons = False
-            _terminal.write(chunk.text)
+            _output.write(chunk.text)
             output = chunk.output
-        _terminal.write("\n")
+        _output.write("\n")
         assert output is not None, "the last chunk carries the output"
         return output
 
     def collect(self) -> list[Output | Failure]:
         """Decode everything and print what is finished, in order; with --compare JSON waits for the comparison."""
         results = []
-        with _terminal.progress(len(self.inputs) * self.params.n) as (write, advance):
+        with _output.progress(len(self.inputs) * self.params.n) as (write, advance):
             for result in self.decode():
                 results.append(result)
                 advance()
@@ -115,7 +115,7 @@ class GenerateRun:
                     write(self.shown(result, place))
                 if isinstance(result, Failure):
                     where = self.inputs[place // self.params.n].where or self.title(result, place)
-                    _terminal.note(f"draftproof: error: {where}: {result.error}")
+                    _output.note(f"draftproof: error: {where}: {result.error}")
         return results
 
     def decode(self) -> Iterator[Output | Failure]:
@@ -170,7 +170,7 @@ class GenerateRun:
         if self.as_json:
             values = None if found is None else found.to_dict()
             for place, result in enumerate(results):
-                _terminal.write(self.shown(result, place, values if place // n in whole else None))
+                _output.write(self.shown(result, place, values if place // n in whole else None))
         elif found is not None:
-            for line in _report.comparison(found):
-                _terminal.note(line)
+            for line in comparison(found):
+                _output.note(line)

@@ -17,7 +17,7 @@ from draftproof.engine.intake import UNBOUNDED
 from draftproof.engine.request import Chunk, Request
 from draftproof.engine.threads import release_team
 from draftproof.errors import ContextError, UserError, printable
-from draftproof.files import whole_file
+from draftproof.files import json_value, whole_file
 from draftproof.finish import Finish
 from draftproof.rng import fold
 from draftproof.sampling import SamplingParams
@@ -50,18 +50,8 @@ Event = Notice | Chunk | Answered
 class Conversation:
     """The messages so far, and what the next answer is sampled with.
 
-    A message is kept when it has an answer: after an error, everything is as before.
-
-    Attributes:
-        engine: with a chat template.
-        messages: in OpenAI's form, each with a role and its content; the model's also with what it reasoned.
-        sampling: sampling parameters that the user has set, by name.
-        params: the sampling parameters in effect: an answer is as long as the model makes it, where nothing else is
-            set.
-        closed: whether the user has ended it.
-
-    Raises:
-        UserError: the model has no chat template, or sampling parameters out of range.
+    A message is kept when it has an answer: after an error, everything is as before. Messages are in OpenAI's form,
+    each with a role and its content; the model's also with what it reasoned.
     """
 
     def __init__(self, engine: Engine, sampling: Mapping[str, Any], *, system: str | None = None) -> None:
@@ -72,9 +62,9 @@ class Conversation:
             )
         self.engine = engine
         self.messages: list[Message] = []
-        self.sampling = dict(sampling)
-        self.closed = False
-        self.params = self._merged(self.sampling)
+        self.sampling = dict(sampling)  # what the user has set, by name
+        self.closed = False  # by the user
+        self.params = self._merged(self.sampling)  # in effect: an answer is as long as the model makes it by default
         self._attempts = 0
         self._stopping = False
         self.set_system(system)
@@ -189,10 +179,7 @@ class Conversation:
         """Go on with the messages of a file."""
         text = read_text(file)
         assert text is not None, "a file was named"
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{file}: not JSON ({getattr(error, 'msg', 'nested too deeply')})") from None
+        found = json_value(text, str(file))
         if not isinstance(found, list):
             raise UserError(f"{file}: expected a list of messages, got {type(found).__name__}")
         messages = [_message(f"{file}, message {place}", each) for place, each in enumerate(found, 1)]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from draftproof.cli._terminal import note
+from draftproof.cli._output import note
 
 _QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
 # What loading torchao logs, which transformers does where it is installed: of kernels for other machines, and of enums

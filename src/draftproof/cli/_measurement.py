@@ -8,9 +8,9 @@ from typing import Any
 
 from draftproof.cli._libraries import quiet_libraries
 from draftproof.cli._options import Options, with_options
+from draftproof.cli._output import Json, Out, Plots, Quiet, drawing, show, watch_for
 from draftproof.cli._parts import DRAFTER_HELP, STOPPER_HELP, VERIFIER_HELP
 from draftproof.cli._pulling import obtain
-from draftproof.cli._results import Json, Out, Plots, Quiet, drawing, show, watch_for
 
 NAMES = "registered name, hub id, directory or .gguf file"
 DTYPES = "auto, float32, bfloat16 or float16"
@@ -55,39 +55,24 @@ def measurement(
     complete: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     draw: Callable[..., Any] | None = None,
 ) -> Callable[..., None]:
-    """A typer command that measures and shows the result.
+    """A typer command that measures and shows the result; each field of the dataclass `of` becomes an option.
 
-    Args:
-        of: dataclass of the options; each field becomes an option.
-        measure: takes such an object and `watch`, and returns `results.Results`.
-        summary: help of the command.
-        names: names of options that are neither the field's name nor the usual one.
-        defaults: defaults that are not the field's.
-        texts: help texts that are neither the docstring's nor the usual one.
-        metavars: names of values in the help, by field.
-        leave: fields without an option.
-        short: further names of options, by field, such as "-n".
-        complete: changes the values by field before the object is made.
-        draw: draws pictures (options, result, file); adds the option --plots.
+    `measure` takes such an object and `watch`, and returns `results.Results`; `summary` is the help of the command.
+    Names, defaults and help texts are given where they are neither the field's own nor the usual ones, see `Options`;
+    fields in `leave` have no option. `complete` changes the values by field before the object is made, and `draw` draws
+    pictures (options, result, file), which adds the option --plots.
     """
     kinds = {each.name: str(each.type) for each in dataclasses.fields(of) if each.name not in leave}
-    fields, lists = list(kinds), {name for name, kind in kinds.items() if "Sequence" in kind}
-    usual = {name: to for name, to in _ONE_OF.items() if name in lists}
-    usual |= {name: to for name, to in _NAMED.items() if name in fields and (name != "seeds" or name in lists)}
-    called = {name: to for name, to in {**usual, **(names or {})}.items() if to is not None}
-    helps = {name: text for name, text in _HELP.items() if name in fields} | dict(texts or {})
+    shared: dict[str, Any] = {
+        "names": _called(kinds, names or {}),
+        "defaults": defaults or {},
+        "help": {**_known(_HELP, kinds), **(texts or {})},
+        "metavars": metavars or {},
+        "short": short or {},
+        "repeatable": True,
+    }
     groups = [
-        Options(
-            of,
-            panel,
-            only=[name for name in fields if _PANELS.get(name, MEASURED) == panel],
-            names=called,
-            defaults=defaults or {},
-            help=helps,
-            metavars=metavars or {},
-            short=short or {},
-            repeatable=True,
-        )
+        Options(of, panel, only=[name for name in kinds if _PANELS.get(name, MEASURED) == panel], **shared)
         for panel in (MODELS, MEASURED, PROMPTS)
     ]
 
@@ -112,6 +97,19 @@ def measurement(
     command = plain if draw is None else drawn
     command.__doc__ = summary
     return with_options(options=[group for group in groups if group.only])(command)
+
+
+def _known(texts: Mapping[str, str], kinds: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for name, text in texts.items() if name in kinds}
+
+
+def _called(kinds: Mapping[str, str], given: Mapping[str, str | None]) -> dict[str, str]:
+    """Names of options, by field, where they are not the field's own."""
+    lists = {name: kind for name, kind in kinds.items() if "Sequence" in kind}
+    usual = {**_known(_ONE_OF, lists), **_known(_NAMED, kinds)}
+    if "seeds" not in lists:
+        usual.pop("seeds", None)
+    return {name: to for name, to in {**usual, **given}.items() if to is not None}
 
 
 def _models(chosen: Any) -> list[str]:

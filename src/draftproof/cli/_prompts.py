@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import typer
 
 from draftproof.errors import UserError
+from draftproof.files import json_value, read_bytes
 
 _KEYS = ("prompt", "text", "turns", "instruction")
 
@@ -51,7 +51,7 @@ def _stdin() -> str:
 def read_prompts(file: Path) -> list[PromptText]:
     """The prompts of a file: one a line; in .jsonl the prompt, text, first of turns, or instruction of each object."""
     # not splitlines: JSON text may hold its other line ends
-    lines = enumerate(_decode(_bytes(file), str(file)).split("\n"), 1)
+    lines = enumerate(_decode(read_bytes(file), str(file)).split("\n"), 1)
     places = [(f"{file}, line {number}", line.removesuffix("\r")) for number, line in lines if line.strip()]
     if not places:
         raise UserError(f"{file}: expected one prompt per line, or objects with {', '.join(_KEYS)} in .jsonl; got none")
@@ -61,14 +61,7 @@ def read_prompts(file: Path) -> list[PromptText]:
 
 def read_text(file: Path | None) -> str | None:
     """The text of a file; None without one."""
-    return None if file is None else _decode(_bytes(file), str(file))
-
-
-def _bytes(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror or error}") from error
+    return None if file is None else _decode(read_bytes(file), str(file))
 
 
 def _decode(raw: bytes, where: str) -> str:
@@ -80,10 +73,7 @@ def _decode(raw: bytes, where: str) -> str:
 
 
 def _of_json(line: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON ({getattr(error, 'msg', 'nested too deeply')})") from None
+    record = json_value(line, where)
     key = next((key for key in _KEYS if isinstance(record, dict) and key in record), None)
     if key is None:
         raise UserError(f"{where}: expected an object with one of {', '.join(_KEYS)}")

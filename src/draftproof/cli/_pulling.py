@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from draftproof.cli._terminal import note
+from draftproof.cli._output import note
 
 if TYPE_CHECKING:
     from draftproof.models.download import Progress, Report

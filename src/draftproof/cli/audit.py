@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from draftproof.cli import _audit_server
-from draftproof.cli._results import print_table
+from draftproof.cli._output import print_table
 from draftproof.progress import bar, silent
 
 if TYPE_CHECKING:

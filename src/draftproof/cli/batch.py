@@ -17,14 +17,14 @@ from draftproof.batch.folder import AnswerFolder
 from draftproof.batch.rows import RowOptions, columns
 from draftproof.batch.run import Answers, Summary, answer_all, settings_of
 from draftproof.batch.source import FORMATS, Source
-from draftproof.cli import _terminal
+from draftproof.cli import _output
 from draftproof.cli._engine import engine_options, load_engine, named_target
 from draftproof.cli._libraries import logged_lines, quiet_libraries
 from draftproof.cli._options import NONE, Options, with_options
+from draftproof.cli._output import Quiet, watch_for
 from draftproof.cli._parts import default_draft
 from draftproof.cli._prompts import read_text
 from draftproof.cli._pulling import obtain
-from draftproof.cli._results import Quiet, watch_for
 from draftproof.cli._sampling import sampling_options
 from draftproof.errors import UserError
 from draftproof.provenance import run_facts
@@ -81,28 +81,11 @@ def batch(
 
     The same command goes on with a run that was interrupted. A row that cannot be answered has its error as its output.
     """
+    _refuse_workers(ray, workers, engine["tensor_parallel"])
     target = named_target(engine) or models.DEFAULT_TARGET
     engine = {**engine, "target": target, "draft": engine["draft"] or default_draft(target, engine["drafter"])}
-    if workers is not None and ray is None:
-        raise typer.BadParameter("--workers is of a Ray cluster: name it with --ray")
-    if ray is not None and engine["tensor_parallel"] != 1:
-        raise UserError(
-            f"--tensor-parallel is {engine['tensor_parallel']}, which does not go with --ray: workers have whole "
-            "models, so leave one of them out"
-        )
     rows = Source(source)
-    if rows.lines:
-        require_server()
-    options = RowOptions(
-        lines=rows.lines,
-        sampling={name: value for name, value in sampling.items() if value != _LEFT.get(name, NONE)},
-        chat=chat,
-        system=system,
-        chat_template=read_text(served["chat_template"]),
-        model=served_name(target, served["served_model_name"]),
-        max_tokens_limit=served["max_tokens_limit"],
-        tool_format=served["tool_format"],
-    )
+    options = _row_options(rows, target, sampling, served, chat=chat, system=system)
     with quiet_libraries(), logged_lines(quiet=quiet):
         if ray is None:
             obtain(target, engine["draft"], quiet=quiet)
@@ -121,10 +104,33 @@ def batch(
         else:
             answers = _on_ray(ray, engine, options, workers, rows.count)
         summary = answer_all(rows, folder, answers, run=run_facts(), watch=watch_for(quiet=quiet))
-    if as_json:
-        typer.echo(json.dumps({"out": str(out), **summary.to_dict()}))
-    elif not quiet:
-        _show(summary, out)
+    _show(summary, out, as_json=as_json, quiet=quiet)
+
+
+def _refuse_workers(ray: str | None, workers: int | None, processes: int) -> None:
+    if workers is not None and ray is None:
+        raise typer.BadParameter("--workers is of a Ray cluster: name it with --ray")
+    if ray is not None and processes != 1:
+        raise UserError(
+            f"--tensor-parallel is {processes}, which does not go with --ray: workers have whole models, so leave one "
+            "of them out"
+        )
+
+
+def _row_options(
+    rows: Source, target: str, sampling: Mapping[str, Any], served: Mapping[str, Any], **chats: Any
+) -> RowOptions:
+    if rows.lines:
+        require_server()
+    return RowOptions(
+        lines=rows.lines,
+        sampling={name: value for name, value in sampling.items() if value != _LEFT.get(name, NONE)},
+        chat_template=read_text(served["chat_template"]),
+        model=served_name(target, served["served_model_name"]),
+        max_tokens_limit=served["max_tokens_limit"],
+        tool_format=served["tool_format"],
+        **chats,
+    )
 
 
 def _on_ray(address: str, engine: Mapping[str, Any], options: RowOptions, workers: int | None, rows: int) -> Answers:
@@ -135,8 +141,12 @@ def _on_ray(address: str, engine: Mapping[str, Any], options: RowOptions, worker
     return cluster_answers(address, engine, options, workers=workers, rows=rows)
 
 
-def _show(summary: Summary, out: Path) -> None:
+def _show(summary: Summary, out: Path, *, as_json: bool, quiet: bool) -> None:
     found = summary.to_dict()
+    if as_json:
+        typer.echo(json.dumps({"out": str(out), **found}))
+    if as_json or quiet:
+        return
     words = [f"{summary.answered} of {summary.rows} rows answered in {summary.seconds:.1f} s"]
     if summary.before:
         words.append(f"{summary.before} were there")
@@ -145,4 +155,4 @@ def _show(summary: Summary, out: Path) -> None:
         words.append(f"{found['tokens_per_second']:.0f} tokens/s")
     if found["block_efficiency"]:
         words.append(f"{found['block_efficiency']:.2f} tokens a target call")
-    _terminal.note(f"draftproof: {', '.join(words)}: {out}", dim=True)
+    _output.note(f"draftproof: {', '.join(words)}: {out}", dim=True)

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from draftproof import models
-from draftproof.cli import _report, _terminal
+from draftproof.cli import _output
 from draftproof.cli._chat_session import Screen, converse
+from draftproof.cli._compare import inherited
 from draftproof.cli._conversation import Conversation
 from draftproof.cli._engine import engine_options, load_engine, named_target
 from draftproof.cli._libraries import logged_lines, quiet_libraries
@@ -54,8 +55,8 @@ def chat(
             loaded.prompts.use_template(template)
         conversation = Conversation(loaded, sampling, system=system)
         screen = Screen(conversation, show_drafts=show_drafts, quiet=quiet)
-        if (line := _report.inherited(conversation.params, sampling)) and not quiet:
-            _terminal.note(line, dim=True)
+        if (line := inherited(conversation.params, sampling)) and not quiet:
+            _output.note(line, dim=True)
         if here:
             converse(conversation, screen, first, quiet=quiet)
         else:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from draftproof.cli import _terminal
+from draftproof.cli import _output
 from draftproof.cli._continue import GenerateRun, as_inputs
 from draftproof.cli._engine import engine_options, load_engine, named_target
 from draftproof.cli._libraries import logged_lines, quiet_libraries
@@ -65,7 +65,7 @@ def generate(
         params = merged_params(sampling, loaded.default_params)
         inputs, notice = as_inputs(loaded, sources, chat=chat, system=system)
         if notice and not quiet and not as_json:
-            _terminal.note(f"draftproof: {notice}")
+            _output.note(f"draftproof: {notice}")
         GenerateRun(
             loaded,
             inputs,

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from draftproof.cli._libraries import quiet_libraries
+from draftproof.cli._output import note
 from draftproof.cli._pulling import obtain, shown_pull
-from draftproof.cli._terminal import note
 from draftproof.errors import UserError
 
 app = typer.Typer(

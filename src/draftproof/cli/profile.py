@@ -10,9 +10,9 @@ import typer
 from draftproof import models
 from draftproof.cli._libraries import quiet_libraries
 from draftproof.cli._measurement import measurement
+from draftproof.cli._output import Json, Out, show
 from draftproof.cli._parts import BACKEND_HELP, DRAFTER_HELP, VERIFIER_HELP, default_draft
 from draftproof.cli._pulling import obtain
-from draftproof.cli._results import Json, Out, show
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import find_drafter
 from draftproof.profiling.divergence import DivergenceOptions, measure_divergence

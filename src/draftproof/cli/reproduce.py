@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftproof.cli._libraries import quiet_libraries
-from draftproof.cli._results import Quiet
-from draftproof.cli._terminal import note
-from draftproof.errors import UserError
+from draftproof.cli._output import Quiet, note
+from draftproof.errors import UserError, refuse_unknown
 
 if TYPE_CHECKING:
     from draftproof.reproduction.run import Json
@@ -48,9 +47,9 @@ def reproduce(
 
     if out is None:
         raise UserError("no folder for the report: name one with --out")
-    chosen = recipes.profile_named(profile)
+    refuse_unknown("profile", profile, recipes.PROFILES)
     with quiet_libraries():
-        made = recipes.reproduce(names or [], out, chosen, notify=ignore if quiet else _progress)
+        made = recipes.reproduce(names or [], out, recipes.PROFILES[profile], notify=ignore if quiet else _progress)
     if as_json:
         typer.echo(json.dumps(made))
         return
@@ -65,7 +64,7 @@ def _progress(line: str) -> None:
 
 
 def _list(*, as_json: bool) -> None:
-    from draftproof.reproduction.recipes.index import RECIPES
+    from draftproof.reproduction.run import RECIPES
 
     if as_json:
         recipes = RECIPES.values()

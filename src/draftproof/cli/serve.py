@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from draftproof import models
-from draftproof.cli import _terminal
+from draftproof.cli import _output
 from draftproof.cli._engine import engine_options, load_engine, named_target
 from draftproof.cli._libraries import logged_lines, quiet_libraries
 from draftproof.cli._options import Options, with_options
@@ -49,7 +49,7 @@ def serve(
     from draftproof.server.app import Server, make_app
     from draftproof.server.auth import allowed_hosts, read_keys
     from draftproof.server.logs import start_logging
-    from draftproof.server.run import address, bind, use_template
+    from draftproof.server.run import address, bind
     from draftproof.server.run import serve as serve_app
 
     settings = Settings(**server)
@@ -59,19 +59,16 @@ def serve(
         with quiet_libraries(), logged_lines(quiet=False):
             target = named_target(engine) or models.DEFAULT_TARGET
             loaded = load_engine(target, engine, quiet=False)
-            if settings.chat_template is not None:
-                use_template(loaded, settings.chat_template)
-        name = served_name(target, settings.served_model_name)
-        answering = Server(loaded, settings, name, hidden=[target, engine["draft"] or target])
+            answering = Server.named(loaded, settings, target, engine["draft"])
         made = make_app(answering, keys, allowed_hosts(settings, keys))
         start_logging(as_json=settings.json_logs)
         if str(engine["drafter"]).startswith("suffix") and not (keys or settings.share_between_clients):
-            _terminal.note(
+            _output.note(
                 "draftproof: without API keys, suffix drafts from a request's own tokens only, so that clients do not "
                 "read each other's texts out of drafts; --share-between-clients lets it learn from all of them"
             )
-        said = f"draftproof: serving {name} at {address(listener)}/v1"
-        serve_app(made, listener, settings, lambda: _terminal.note(said))
+        said = f"draftproof: serving {answering.model} at {address(listener)}/v1"
+        serve_app(made, listener, settings, lambda: _output.note(said))
     finally:
         listener.close()
 
@@ -83,10 +80,10 @@ def _print_config(client: str, settings: Settings, target: str) -> None:
     found = ask_server(url)
     if found is None:
         found = assumed_server(url, served_name(target, settings.served_model_name), settings.max_tokens_limit)
-        _terminal.note(
+        _output.note(
             f"draftproof: no server answers at {url}: the model's name is that of --target, and a context of "
             f"{found.context} tokens is assumed"
         )
     where, content = client_config(client, found)
-    _terminal.note(f"# {where}")
+    _output.note(f"# {where}")
     typer.echo(content, nl=False)

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import typer
 
+from draftproof.cli._libraries import quiet_libraries
+from draftproof.cli._measurement import NAMES, measurement
 from draftproof.cli._options import Options, with_options
-from draftproof.cli._results import Quiet
-from draftproof.cli._train_drafters import drafter, feature_head
-from draftproof.cli._train_evaluate import evaluate_drafter, evaluate_heads, evaluate_pair, evaluate_text
-from draftproof.cli._training import Json, run
+from draftproof.cli._output import Json, Quiet, watch_for
+from draftproof.cli._parts import HEADED
+from draftproof.cli._pulling import obtain
 from draftproof.sampling import SamplingParams
+from draftproof.training.drafter import make_drafter
+from draftproof.training.drafter_options import DrafterJob, Imitation, Shape, Texts
+from draftproof.training.evaluation.drafter import DrafterOptions
+from draftproof.training.evaluation.drafter import evaluate_drafter as measure_drafter
+from draftproof.training.evaluation.heads import HeadOptions
+from draftproof.training.evaluation.heads import evaluate_heads as measure_heads
+from draftproof.training.evaluation.pair import PairOptions
+from draftproof.training.evaluation.pair import evaluate_pair as measure_pair
+from draftproof.training.evaluation.text import TextOptions
+from draftproof.training.evaluation.text import evaluate_text as measure_text
+from draftproof.training.feature_head import make_feature_head
+from draftproof.training.feature_options import FeatureJob
 from draftproof.training.head_artefact import make_head, make_verifier_head
 from draftproof.training.head_options import HeadJob, Material
 from draftproof.training.heads import Labels
@@ -25,12 +39,164 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Train drafters, and heads that end drafts. To continue an interrupted run, repeat its command.",
 )
-app.command()(drafter)
-app.command("feature-head")(feature_head)
-app.command("evaluate-pair")(evaluate_pair)
-app.command("evaluate-drafter")(evaluate_drafter)
-app.command("evaluate-heads")(evaluate_heads)
-app.command("evaluate-text")(evaluate_text)
+_Job = TypeVar("_Job", DrafterJob, FeatureJob, HeadJob)
+
+
+def run(
+    make: Callable[[_Job, Any], dict[str, Any]], job: _Job, models: Sequence[str | None], *, as_json: bool, quiet: bool
+) -> None:
+    """Run a job, which reads models of these names, and print its figures and the path of its directory."""
+    with quiet_libraries():
+        obtain(*models, quiet=quiet)
+        summary = make(job, watch_for(quiet=quiet))
+    if as_json:
+        typer.echo(json.dumps({"path": str(job.out), **summary}))
+        return
+    for line in _lines(summary):
+        typer.echo(line)
+    typer.echo(f"written: {job.out}")
+
+
+def _lines(summary: dict[str, Any], indent: str = "") -> list[str]:
+    made = []
+    for name, value in summary.items():
+        words = name.replace("_", " ")
+        if isinstance(value, dict):
+            made += [f"{indent}{words}", *_lines(value, indent + "  ")]
+        elif value is not None:
+            made.append(f"{indent}{words}: {f'{value:.4g}' if isinstance(value, float) else value}")
+    return made
+
+
+# --- drafters --------------------------------------------------------------------------------------------------------
+
+_TEXTS = Options(Texts, "Data", names={"limit": "prompts", "share": "background_share"})
+_SHAPE = Options(Shape, "Shape", names={"vocabulary": "vocab"})
+_IMITATION = Options(
+    Imitation,
+    "Imitation of a target",
+    names={"target": "distil", "policy": "on_policy", "share": "on_policy_share"},
+    defaults={"target": None},
+    metavars={"target": "TARGET", "policy": "WHO"},
+)
+_PLAN = Options(
+    TrainingPlan,
+    "Training",
+    only=("steps", "learning_rate", "warmup"),
+    defaults={"steps": 2000, "learning_rate": 2e-3, "warmup": 100},
+)
+_JOB = (
+    Options(DrafterJob, only=("out",)),
+    Options(DrafterJob, "Shape", only=("config", "init"), metavars={"config": "FILE", "init": "MODEL"}),
+    Options(
+        DrafterJob,
+        "Training",
+        only=("rows", "length", "precision", "stored", "seed", "device"),
+        names={"rows": "batch"},
+    ),
+    Options(DrafterJob, "Trials in the engine", only=("trial_prompts",)),
+)
+
+
+@app.command()
+@with_options(texts=(_TEXTS,), shape=(_SHAPE,), imitation=(_IMITATION,), plan=(_PLAN,), job=_JOB)
+def drafter(
+    *,
+    texts: dict[str, Any],
+    shape: dict[str, Any],
+    imitation: dict[str, Any],
+    plan: dict[str, Any],
+    job: dict[str, Any],
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a Llama model: from scratch on text, or with --distil as a draft model for a target."""
+    if imitation["target"] is None and imitation["policy"] != "text":
+        raise typer.BadParameter("--on-policy needs a target to imitate: name one with --distil")
+    plan["warmup"] = min(plan["warmup"], plan["steps"] // 10)
+    made = DrafterJob(
+        texts=Texts(**texts),
+        shape=Shape(**shape),
+        imitation=None if imitation["target"] is None else Imitation(**imitation),
+        plan=TrainingPlan(**plan, weight_decay=0.1, betas=(0.9, 0.95)),
+        **job,
+    )
+    run(make_drafter, made, (imitation["target"], made.init), as_json=as_json, quiet=quiet)
+
+
+_HEAD_PLAN = Options(
+    TrainingPlan,
+    "Training",
+    only=("steps", "learning_rate", "evaluate_every", "seed"),
+    defaults={"steps": 4000, "evaluate_every": 200},
+)
+_HEAD_JOB = (
+    Options(FeatureJob, only=("target", "out")),
+    Options(
+        FeatureJob,
+        "Data",
+        only=(
+            "data", "held_out", "prompts", "answers", "answer_tokens", "answers_each", "form", "windows", "length",
+            "cache",
+        ),
+    ),
+    Options(FeatureJob, "Shape", only=("format", "ids", "inner_size", "own_output", "start")),
+    Options(FeatureJob, "Training", only=("batch", "unroll", "tv", "states", "dtype", "device", "trial_prompts")),
+)  # fmt: skip
+
+
+@app.command("feature-head")
+@with_options(plan=(_HEAD_PLAN,), job=_HEAD_JOB)
+def feature_head(*, plan: dict[str, Any], job: dict[str, Any], as_json: Json = False, quiet: Quiet = False) -> None:
+    """Train a drafter of one layer on the target's hidden states, as EAGLE does: feature_head:DIR, or other formats."""
+    steps = plan["steps"]
+    made = TrainingPlan(**plan, warmup=min(50, steps // 10), floor=0.02, betas=(0.9, 0.95), log_every=min(50, steps))
+    run(make_feature_head, FeatureJob(plan=made, **job), (job["target"],), as_json=as_json, quiet=quiet)
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+_STORIES = {"target": "embedded:stories", "draft": "embedded:stories-draft"}
+_DRAFT = {"draft": f"The draft model: {NAMES}, or feature_head:DIR."}
+
+app.command("evaluate-pair")(
+    measurement(
+        PairOptions,
+        measure_pair,
+        "Evaluate a target and its draft model on held-out text: bits per byte, acceptance, tokens per target call.",
+        names={"tokens": None},
+        defaults=_STORIES,
+        texts=_DRAFT,
+    )
+)
+app.command("evaluate-drafter")(
+    measurement(
+        DrafterOptions,
+        measure_drafter,
+        "Evaluate a feature head beside its untrained self, an early exit of the target, and lookup.",
+        names={"prompts": None},
+    )
+)
+app.command("evaluate-heads")(
+    measurement(
+        HeadOptions,
+        measure_heads,
+        "Evaluate trained heads on held-out prompts: predictions, stopping beside fixed lengths, SPRINTER's quality.",
+        defaults=_STORIES,
+        texts=_DRAFT | {"kinds": f"Stopper of the head: {', '.join(HEADED)}."},
+    )
+)
+app.command("evaluate-text")(
+    measurement(
+        TextOptions,
+        measure_text,
+        "Evaluate the text that small models write: bits per byte under a larger model, and coined words.",
+        defaults={"models": ("embedded:stories", "embedded:target"), "judge": "smollm2-135m"},
+        texts={"temperature": "Temperature of the text."},
+    )
+)
+
+# --- heads -----------------------------------------------------------------------------------------------------------
 
 MATERIAL = (
     Options(Material, only=("target", "draft")),

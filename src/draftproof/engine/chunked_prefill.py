@@ -32,10 +32,8 @@ class ChunkSize:
     request and those that are drafted, and for others by the line through two of them. A token takes the median of what
     portions have added to such rounds, where about as many tokens stood before those of the portion; what was measured
     at another depth counts as if the cost grew evenly with it, and twice as high EVEN tokens deep as at the beginning.
-    Drafting, which may take another time in each round, counts by itself.
-
-    Args:
-        extra: share of a usual round that a round with a portion may take beyond it.
+    Drafting, which may take another time in each round, counts by itself. A round with a portion may take the share
+    `extra` of a usual one beyond it.
     """
 
     def __init__(self, extra: float = EXTRA) -> None:
@@ -46,13 +44,7 @@ class ChunkSize:
         self._since = 0
 
     def size(self, decoded: int, running: int, depth: int = 0) -> int:
-        """Tokens for the next round.
-
-        Args:
-            decoded: requests that get tokens in it.
-            running: these and the ones whose prompts are read.
-            depth: tokens that were read before those of the portion.
-        """
+        """Tokens for the next round, in which of `running` requests those `decoded` get tokens; `depth` are read."""
         if not self._added:
             return max(FIRST * EVEN // (EVEN + depth), LEAST)
         if self._since >= REFRESH:
@@ -65,14 +57,10 @@ class ChunkSize:
         return int(min(max(room / token, LEAST), 2 * largest, MOST))
 
     def spent(self, seconds: float, tokens: int, others: int, drafting: float = 0.0, depth: int = 0) -> None:
-        """Take in the time of a round.
+        """Take in the time of a round, besides `drafting`.
 
-        Args:
-            seconds: the time besides drafting.
-            tokens: prompt tokens that it has read beside requests that were decoded.
-            others: other tokens in the target's pass: one for each of these requests, and what was drafted.
-            drafting: seconds for drafting.
-            depth: tokens that stand before one of the prompt tokens, on average.
+        It has read `tokens` of prompts, which stand `depth` tokens deep on average. `others` are in the target's pass
+        too: one for each request that was decoded, and what was drafted.
         """
         self._drafting.append(drafting)
         if not tokens:

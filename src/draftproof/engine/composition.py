@@ -11,32 +11,21 @@ from draftproof.verifiers.base import Verifier
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterTraits:
-    """How a drafter composes with models and rules: declared by its part, or read off a drafter that is made.
+    """How a drafter composes with models and rules: declared by its part, or read off a drafter that is made."""
 
-    Attributes:
-        name: with its argument.
-        branching: whether its drafts may branch.
-        point_masses: whether its tokens come without probabilities.
-        constant_length: whether each draft is as long as its request allows; a stopper decides it where there is one.
-        full_vocabulary: whether it can draft after every token, so that its lengths are as constant as its stopper's.
-        stationary: whether its probabilities after a text are the same in every round.
-        shares_cache: whether it works inside the target's own cache.
-        reads_states: whether it reads the target's hidden states.
-        reads_draft: whether it needs a draft model.
-        accepts_draft_model: whether it uses a draft model where there is one.
-        depends_on_clock: whether its drafts depend on the time of earlier rounds; known of a drafter that is made.
-    """
-
-    name: str = ""
-    branching: bool = False
-    point_masses: bool = False
+    name: str = ""  # with its argument
+    branching: bool = False  # whether its drafts may branch
+    point_masses: bool = False  # whether its tokens come without probabilities
+    # Whether each draft is as long as its request allows; a stopper decides it where there is one.
     constant_length: bool = False
+    # Whether it can draft after every token, so that its lengths are as constant as its stopper's.
     full_vocabulary: bool = True
-    stationary: bool = True
-    shares_cache: bool = False
-    reads_states: bool = False
-    reads_draft: bool = False
-    accepts_draft_model: bool = False
+    stationary: bool = True  # whether its probabilities after a text are the same in every round
+    shares_cache: bool = False  # whether it works inside the target's own cache
+    reads_states: bool = False  # whether it reads the target's hidden states
+    reads_draft: bool = False  # whether it needs a draft model
+    accepts_draft_model: bool = False  # whether it uses a draft model where there is one
+    # Whether its drafts depend on the time of earlier rounds; known of a drafter that is made.
     depends_on_clock: bool = False
 
     @classmethod

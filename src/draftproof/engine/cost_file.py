@@ -35,11 +35,9 @@ class Learner(Protocol):
     @property
     def timed(self) -> bool:
         """Whether it learns from the time of rounds at all."""
-        ...
 
     def to_dict(self) -> dict[str, Any]:
         """What it has learned; empty where that is nothing yet."""
-        ...
 
     def restore(self, found: dict[str, Any]) -> None:
         """Begin with what `to_dict` gave in an earlier run.
@@ -47,16 +45,10 @@ class Learner(Protocol):
         Raises:
             KeyError, TypeError, ValueError, AttributeError: it has another form.
         """
-        ...
 
 
 class CostFile:
-    """The file of what an engine's drafter has learned.
-
-    Args:
-        engine: made by names, so that the next run finds its figures again. If its file cannot be written, there is
-            one warning.
-    """
+    """The file of what an engine's drafter has learned; the engine is made by names, so that the next run finds it."""
 
     def __init__(self, engine: DecodingLoop) -> None:
         self._key = _key(engine)

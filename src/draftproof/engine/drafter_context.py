@@ -9,8 +9,10 @@ from typing import Any
 
 from draftproof.backends.base import Backend
 from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.base import TargetHead
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.head import FollowingModel, following_drafter
 from draftproof.engine.composition import DrafterTraits
 from draftproof.engine.parts import Part, StopperPart
 from draftproof.engine.stopper_parts import DEFAULT_STOPPER, make_stopper
@@ -23,32 +25,19 @@ from draftproof.verifiers.base import Verifier
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter can be made of.
-
-    Attributes:
-        target: the target's backend.
-        draft: the draft model's, where there is one.
-        stopper: its specification.
-        spec: the drafter's own specification.
-        part, argument: what it names.
-        changes: temperature and top_k of the draft, where they differ from the request's.
-        bits: of the weights of a head, where they are quantized; the draft model is quantized already.
-        rule: that will verify the drafts; None where it is not known.
-        ready: the stopper itself, where it is made already.
-        budget: drafted tokens of a round, over all its requests.
-    """
+    """What a drafter can be made of."""
 
     target: Backend
-    draft: Backend | None
-    stopper: str
-    spec: str
-    part: DrafterPart
-    argument: str
-    changes: dict[str, Any]
-    bits: int | None = None
-    rule: Verifier | None = None
-    ready: Stopper | None = None
-    budget: float = math.inf
+    draft: Backend | None  # the draft model's, where there is one
+    stopper: str  # its specification
+    spec: str  # the drafter's own specification
+    part: DrafterPart  # what that names
+    argument: str  # and what stands behind the name
+    changes: dict[str, Any]  # temperature and top_k of the draft, where they differ from the request's
+    bits: int | None = None  # of the weights of a head, where they are quantized; the draft model is quantized already
+    rule: Verifier | None = None  # that will verify the drafts; None where it is not known
+    ready: Stopper | None = None  # the stopper itself, where it is made already
+    budget: float = math.inf  # drafted tokens of a round, over all its requests
 
     def ends(self) -> Stopper:
         """The stopper."""
@@ -61,12 +50,13 @@ class DrafterContext:
         assert self.draft is not None, "checked by make_drafter"
         return DraftModel(self.draft, vocab_size=self.target.vocab_size, **self.changes)
 
-    def own_model(self, name: str) -> SlotBackend:
-        """The target, for drafters that work inside it.
+    def following(self, head: TargetHead, name: str, chains: int) -> Drafter:
+        """The drafter from a head that follows the target."""
+        model = FollowingModel(head, self.own_model(name), **self.changes)
+        return following_drafter(model, self.ends(), name, chains=chains)
 
-        Raises:
-            UserError: it has no slot cache.
-        """
+    def own_model(self, name: str) -> SlotBackend:
+        """The target, for drafters that work inside it; a UserError where it has no slot cache."""
         if not isinstance(self.target, SlotBackend):
             raise UserError(f"drafter {name} works inside a model's cache, and {self.target.name} has none")
         return self.target
@@ -74,28 +64,20 @@ class DrafterContext:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterPart(Part):
-    """A drafter.
+    """A drafter."""
 
-    Attributes:
-        make: from materials and argument.
-        traits: how it composes, before its argument and its stopper are known.
-        learns: whether it drafts from earlier requests, too.
-        stops: whether a stopper ends its drafts.
-        rates: how often its tokens are accepted, before anything is counted.
-        share: from materials and argument, what drafting a token costs in target passes, before anything is measured.
-        several: from the argument, whether its drafts may branch.
-        chains: from the argument, how many i.i.d. chains it draws; 1 for a tree.
-        check: refuses an argument that cannot be read, for drafters that `make` needs a loaded target for.
-    """
-
-    make: Callable[[DrafterContext, str], Drafter]
+    make: Callable[[DrafterContext, str], Drafter]  # from materials and argument
+    # How it composes, before its argument and its stopper are known.
     traits: DrafterTraits = field(default_factory=DrafterTraits)
-    learns: bool = False
-    stops: bool = True
-    rates: AcceptanceRates = ASSUMED
+    learns: bool = False  # whether it drafts from earlier requests, too
+    stops: bool = True  # whether a stopper ends its drafts
+    rates: AcceptanceRates = ASSUMED  # how often its tokens are accepted, before anything is counted
+    # From materials and argument, what drafting a token costs in target passes, before anything is measured.
     share: Callable[[DrafterContext, str], float] = field(default=lambda *_: 0.1)
-    several: Callable[[str], bool] = field(default=lambda _: False)
+    several: Callable[[str], bool] = field(default=lambda _: False)  # from the argument, whether its drafts may branch
+    # From the argument, how many i.i.d. chains it draws; 1 for a tree.
     chains: Callable[[str], int] = field(default=lambda _: 1)
+    # Refuses an argument that cannot be read, for drafters that `make` needs a loaded target for.
     check: Callable[[str], object] = field(default=lambda _: None)
 
     @property

@@ -14,7 +14,6 @@ from draftproof.backends.heads.self_draft import EarlyExitBackend, QuantizedBack
 from draftproof.drafters.auto import AutoDrafter, Source
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.extended import ExtendedDrafter
-from draftproof.drafters.head import FollowingModel, following_drafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.none import NoDrafter
@@ -23,7 +22,7 @@ from draftproof.drafters.self_draft import SelfDraftModel, self_drafter
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.composition import HEAD, DrafterTraits, incompatible_reason, no_rollback_reason
 from draftproof.engine.drafter_context import DrafterContext, DrafterPart, assuming
-from draftproof.engine.parts import directory, numbers, own_chain_count
+from draftproof.engine.parts import directory, find, numbers, own_chain_count, own_several
 from draftproof.engine.published_parts import PUBLISHED
 from draftproof.engine.stopper_parts import DEFAULT_STOPPER, SHIPPED_FEATURE_HEADS, find_stopper
 from draftproof.engine.verifier_parts import find_verifier
@@ -37,12 +36,6 @@ from draftproof.stoppers.costs import UNKNOWN, PassCosts
 DEFAULT_DRAFTER = "auto"
 QUANTIZED_RATES = AcceptanceRates(0.85, 0.85)  # of the target with weights of 4 bits, before anything is counted
 QUANTIZED_SHARE, MARGIN = 0.4, 1.5  # memory of such weights beside the model's, and how much more must be free
-
-
-def _model(parts: DrafterContext, argument: str) -> Drafter:
-    if argument:
-        raise UserError(f"drafter model takes no argument, and was given {argument!r}")
-    return ModelDrafter(parts.model(), parts.ends())
 
 
 def _chains(parts: DrafterContext, argument: str) -> Drafter:
@@ -96,8 +89,7 @@ def _feature_head(parts: DrafterContext, argument: str) -> Drafter:
             f"{parts.target.name} (one ships for {', '.join(SHIPPED_FEATURE_HEADS)}); draftproof train makes them"
         )
     target = parts.own_model("feature_head")
-    model = FollowingModel(FeatureBackend(target, load_net(where), parts.bits), target, **parts.changes)
-    return following_drafter(model, parts.ends(), "feature_head", chains=chains)
+    return parts.following(FeatureBackend(target, load_net(where), parts.bits), "feature_head", chains)
 
 
 def _lookup(make: Callable[..., Drafter], example: str) -> Callable[[DrafterContext, str], Drafter]:
@@ -112,10 +104,8 @@ def _lookup(make: Callable[..., Drafter], example: str) -> Callable[[DrafterCont
     return build
 
 
-def _auto_drafter(parts: DrafterContext, argument: str) -> Drafter:
+def _auto_drafter(parts: DrafterContext, argument: str) -> Drafter:  # noqa: ARG001
     """What is at hand for a target, to choose from in every round; with a stopper other than auto the first of it."""
-    if argument:
-        raise UserError(f"drafter auto takes no argument, and was given {argument!r}")
     if why := no_rollback_reason(parts.target):
         if parts.draft is not None:
             raise UserError(f"{why}: leave out the draft model {parts.draft.name!r}")
@@ -199,20 +189,9 @@ def _steps(parts: DrafterContext, name: str, stopper: Auto) -> Iterator[ModelDra
     yield ModelDrafter(SelfDraftModel(part, f"quantized:{argument}", **parts.changes), stopper)
 
 
-def _none(parts: DrafterContext, argument: str) -> Drafter:  # noqa: ARG001
-    if argument:
-        raise UserError(f"drafter none takes no argument, and was given {argument!r}")
-    return NoDrafter()
-
-
 def _chain_count(argument: str) -> int:
     """The K of K."""
     return (numbers(argument, "chains:4") or [4])[0]
-
-
-def _own_several(argument: str) -> bool:
-    """Whether LxK or DIRxK names more than one chain."""
-    return own_chain_count(argument) > 1
 
 
 DRAFTERS: dict[str, DrafterPart] = {
@@ -228,14 +207,14 @@ DRAFTERS: dict[str, DrafterPart] = {
         DrafterPart(
             name="none",
             about="nothing is drafted: plain decoding",
-            make=_none,
+            make=lambda *_: NoDrafter(),
             traits=DrafterTraits(constant_length=True),
             stops=False,
         ),
         DrafterPart(
             name="model",
             about="one chain from the draft model",
-            make=_model,
+            make=lambda parts, _: ModelDrafter(parts.model(), parts.ends()),
             traits=DrafterTraits(reads_draft=True),
             share=_model_share,
         ),
@@ -267,7 +246,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             about="one chain from the target's own first L layers; early_exit:LxK makes K i.i.d. chains",
             make=_inside("early_exit", EarlyExitBackend, _layers_and_chains),
             traits=DrafterTraits(shares_cache=True),
-            several=_own_several,
+            several=own_several,
             chains=own_chain_count,
             check=_layers_and_chains,
         ),
@@ -280,7 +259,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             traits=DrafterTraits(shares_cache=True, stationary=False),
             rates=QUANTIZED_RATES,
             share=_quantized_share,
-            several=_own_several,
+            several=own_several,
             chains=own_chain_count,
             check=_bits_and_chains,
         ),
@@ -292,7 +271,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             f"without DIR the one that ships for the target ({', '.join(SHIPPED_FEATURE_HEADS)})",
             make=_feature_head,
             traits=HEAD,
-            several=_own_several,
+            several=own_several,
             chains=own_chain_count,
         ),
         *PUBLISHED,
@@ -323,11 +302,7 @@ _EXTENDED = re.compile(r"(?P<first>.+)\+(?P<lookup>suffix(:[0-9]+)?)")
 
 
 def _extended(first: str, lookup: str) -> DrafterPart:
-    """The part of a drafter whose chains are extended by lookups.
-
-    Raises:
-        UserError: it does not draw single chains.
-    """
+    """The part of a drafter whose chains are extended by lookups; only one that draws single chains has it."""
     part, argument = find_drafter(first)
     if part.name == "auto" or not part.stops or part.several(argument):
         raise UserError(
@@ -354,35 +329,20 @@ def _extended(first: str, lookup: str) -> DrafterPart:
 
 
 def find_drafter(spec: str) -> tuple[DrafterPart, str]:
-    """The part that "name" or "name:argument" names, and the argument; "...+suffix:N" extends its chains by lookups.
-
-    Raises:
-        UserError: unknown name, or a drafter that cannot be extended.
-    """
+    """The part that "name" or "name:argument" names, and the argument; "...+suffix:N" extends its chains by lookups."""
     if found := _EXTENDED.fullmatch(spec):
         return _extended(found["first"], found["lookup"]), ""
-    name, _, argument = spec.partition(":")
-    if name not in DRAFTERS:
-        raise UserError(f"drafter: expected one of {', '.join(part.form for part in DRAFTERS.values())}, got {name!r}")
-    return DRAFTERS[name], argument
+    return find(DRAFTERS, spec, "drafter", ", ".join(part.form for part in DRAFTERS.values()))
 
 
 def reads_draft(spec: str | None) -> bool:
-    """Whether a drafter reads a draft model where there is one; without a name the default drafter.
-
-    Raises:
-        UserError: unknown name.
-    """
+    """Whether a drafter reads a draft model where there is one; without a name the default drafter."""
     traits = find_drafter(spec or DEFAULT_DRAFTER)[0].traits
     return traits.reads_draft or traits.accepts_draft_model
 
 
 def why_not(drafter: str, stopper: str | None, verifier: str) -> str | None:
-    """Why parts of these names do not compose, in the engine's words; None where they do. Nothing is loaded.
-
-    Raises:
-        UserError: unknown names.
-    """
+    """Why parts of these names do not compose, in the engine's words; None where they do. Nothing is loaded."""
     part, argument = find_drafter(drafter)
     ends = find_stopper(stopper)[0] if stopper else None
     rule = find_verifier(verifier)[0]

@@ -13,6 +13,7 @@ from draftproof.backends.loading.load import load
 from draftproof.backends.loading.match import find_draft
 from draftproof.backends.model_info import end_tokens
 from draftproof.backends.translation.backend import DraftBackend
+from draftproof.drafters.base import Drafter
 from draftproof.engine.composition import DrafterTraits
 from draftproof.engine.cost_file import CostFile
 from draftproof.engine.loop import DecodingLoop
@@ -149,18 +150,8 @@ class Engine(DecodingLoop):
             target.use_context(made.max_model_len)
             if draft is not None:
                 draft.use_context(min(made.max_model_len, draft.max_positions or made.max_model_len))
-        rule, bits = rule or made.rule, made.draft_bits
-        part = make_drafter(
-            made.drafter,
-            target=target,
-            draft=draft if draft is None or bits is None else draft.quantized(bits),
-            stopper=made.stopper or default_stopper(rule),
-            temperature=made.draft_temperature,
-            top_k=made.draft_top_k,
-            bits=bits,
-            rule=rule,
-            budget=float(made.draft_budget or math.inf),
-        )
+        rule = rule or made.rule
+        part = _drafter_of(made, target, draft, rule)
         traits = DrafterTraits.of(part)
         chosen = rule or make_verifier(DEFAULT_TREE_VERIFIER if traits.branching else DEFAULT_VERIFIER)
         by_clock = rule is None and traits.depends_on_clock
@@ -186,3 +177,18 @@ class Engine(DecodingLoop):
         engine._options = made
         engine._named_rule = rule
         return engine
+
+
+def _drafter_of(made: EngineOptions, target: SlotBackend, draft: DraftBackend | None, rule: Verifier | None) -> Drafter:
+    bits = made.draft_bits
+    return make_drafter(
+        made.drafter,
+        target=target,
+        draft=draft if draft is None or bits is None else draft.quantized(bits),
+        stopper=made.stopper or default_stopper(rule),
+        temperature=made.draft_temperature,
+        top_k=made.draft_top_k,
+        bits=bits,
+        rule=rule,
+        budget=float(made.draft_budget or math.inf),
+    )

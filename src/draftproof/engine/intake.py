@@ -30,13 +30,9 @@ UNBOUNDED = 1 << 30  # tokens, where nothing bounds a text
 
 
 class RequestIntake:
-    """Takes requests in for a target, a drafter and a rule; the arguments are those of `DecodingLoop`.
+    """Takes requests in for a target, a drafter and a rule; the arguments are those of `DecodingLoop`."""
 
-    Attributes:
-        scheduler: where requests wait; the loop makes it.
-    """
-
-    scheduler: Scheduler
+    scheduler: Scheduler  # where requests wait; the loop makes it
 
     def __init__(
         self,
@@ -92,11 +88,7 @@ class RequestIntake:
 
     @functools.cached_property
     def grammars(self) -> Grammars:
-        """What compiles the grammars of requests.
-
-        Raises:
-            UserError: no grammar can be used with this model.
-        """
+        """What compiles the grammars of requests; a UserError where none can be used with this model."""
         return Grammars.of(self.tokenizer, self.target.vocab_size, self.eos_token_ids)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -151,62 +143,70 @@ class RequestIntake:
         params = params or self.default_params
         text, ids = self.encode(prompt)
         predicted = self._predicted(prediction)
-        if params.prompt_logprobs is not None and self.plain_because:
-            raise UserError(f"prompt_logprobs cannot be had: {self.plain_because}")
-        if not speculates and self.verifier.constant_length:
-            raise UserError(f"verifier {self.verifier.name} needs drafts: nothing else can be decoded here")
-        self._check_prompt(ids)
+        self._check_prompt(ids, params, speculates=speculates)
+        if reasoning is None and is_chat(prompt):
+            reasoning = self.prompts.reasoning(ids)
+        made = self._continuations(text, ids, params, constraint, reasoning)
+        for request in made:
+            request.prediction = predicted
+            request.offline = offline
+            request.speculates = speculates
+            request.cache_salt = cache_salt
+            request.share_text = share_text
+        with self._lock:
+            self.scheduler.waiting.extend(made)
+        return made
+
+    def _continuations(
+        self,
+        text: str | None,
+        ids: list[int],
+        params: SamplingParams,
+        constraint: Constraint | None,
+        reasoning: Reasoning | None,
+    ) -> list[Request]:
+        """The requests for one prompt, which differ in their draws."""
         left = self.context_left(len(ids))
         limit = self._fitting(len(ids), left if params.max_tokens is None else min(params.max_tokens, left), params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        if reasoning is None and is_chat(prompt):
-            reasoning = self.prompts.reasoning(ids)
-        if params.grammar is not None and constraint is None:
-            constraint = self.grammars.constraint(params.grammar)
         transforms = params.bind(
             vocab_size=self.target.vocab_size,
             eos_token_ids=self.eos_token_ids,
             prompt_ids=ids,
             bad_words=self.prompts.bad_words(params.bad_words),
-            constraint=self._constraint(params, None if params.grammar is None else constraint, reasoning, ids),
+            constraint=self._constraint(params, constraint, reasoning, ids),
         )
-        with self._lock:
-            made = [
-                Request(
-                    id=next(self._ids),
-                    prompt=text,
-                    index=index,
-                    tokens=list(ids),
-                    prompt_length=len(ids),
-                    seed=seed if index == 0 else fold(seed, index) >> 1,
-                    transforms=transforms.fresh(),
-                    cutter=Cutter(params, self.eos_token_ids, self.tokenizer, context_left=left, reasoning=reasoning),
-                    max_tokens=limit,
-                    rule=self._rule(params),
-                    prediction=predicted,
-                    offline=offline,
-                    speculates=speculates,
-                    cache_salt=cache_salt,
-                    share_text=share_text,
-                    reasoning=reasoning,
-                )
-                for index in range(params.n)
-            ]
-            if params.prompt_logprobs is not None:
-                scores, siblings = made[0].prompt_logprobs, list(made)
-                for request in made:
-                    request.prompt_logprobs = scores
-                    request.siblings = siblings
-            self.scheduler.waiting.extend(made)
+        made = [
+            Request(
+                id=next(self._ids),
+                prompt=text,
+                index=index,
+                tokens=list(ids),
+                prompt_length=len(ids),
+                seed=seed if index == 0 else fold(seed, index) >> 1,
+                transforms=transforms.fresh(),
+                cutter=Cutter(params, self.eos_token_ids, self.tokenizer, context_left=left, reasoning=reasoning),
+                max_tokens=limit,
+                rule=self._rule(params),
+                reasoning=reasoning,
+            )
+            for index in range(params.n)
+        ]
+        if params.prompt_logprobs is not None:
+            scores, siblings = made[0].prompt_logprobs, list(made)
+            for request in made:
+                request.prompt_logprobs = scores
+                request.siblings = siblings
         return made
 
     def _constraint(
-        self, params: SamplingParams, answer: Constraint | None, reasoning: Reasoning | None, ids: Sequence[int]
+        self, params: SamplingParams, compiled: Constraint | None, reasoning: Reasoning | None, ids: Sequence[int]
     ) -> Constraint | None:
         """What the output has to fit: a form of the answer, and the limit of the reasoning before it.
 
         A limit holds after any prompt; only the answers to chats have their reasoning divided.
         """
+        answer = None if params.grammar is None else compiled or self.grammars.constraint(params.grammar)
         if params.thinking_token_budget is not None:
             reasoning = reasoning or self.prompts.reasoning(ids)
         if reasoning is None or (answer is None and params.thinking_token_budget is None):
@@ -254,7 +254,11 @@ class RequestIntake:
             if not 0 <= token < self.target.vocab_size:
                 raise UserError(f"token {place} of the {what} is {token}: expected 0 to {self.target.vocab_size - 1}")
 
-    def _check_prompt(self, ids: list[int]) -> None:
+    def _check_prompt(self, ids: list[int], params: SamplingParams, *, speculates: bool) -> None:
+        if params.prompt_logprobs is not None and self.plain_because:
+            raise UserError(f"prompt_logprobs cannot be had: {self.plain_because}")
+        if not speculates and self.verifier.constant_length:
+            raise UserError(f"verifier {self.verifier.name} needs drafts: nothing else can be decoded here")
         if not ids:
             raise UserError("the prompt is empty: a request needs at least one token")
         self._check_ids(ids, "prompt")

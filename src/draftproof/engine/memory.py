@@ -17,19 +17,12 @@ _LONGEST = 1 << 24
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of keys, values and states, and what was reused, at one moment.
+    """Memory of keys, values and states, and what was reused, at one moment."""
 
-    Attributes:
-        used: bytes that running requests need, drafted tokens included.
-        kept: bytes of sessions that are kept for later requests.
-        capacity: `kv_memory` in bytes; None without one.
-        reused_tokens: tokens that were taken over from other requests so far instead of being read.
-    """
-
-    used: int
-    kept: int
-    capacity: int | None
-    reused_tokens: int
+    used: int  # bytes that running requests need, drafted tokens included
+    kept: int  # bytes of sessions that are kept for later requests
+    capacity: int | None  # `kv_memory` in bytes; None without one
+    reused_tokens: int  # tokens that were taken over from other requests so far instead of being read
 
 
 @runtime_checkable
@@ -38,15 +31,10 @@ class Measured(Protocol):
 
     def sequences_nbytes(self, lengths: Sequence[int]) -> int:
         """Bytes that sessions of these lengths take together."""
-        ...
 
 
 def read_bytes(value: int | str | None, name: str = "kv_memory") -> int | None:
-    """A number of bytes, from a number or a text such as "2GiB" or "500 MB"; None stays.
-
-    Raises:
-        UserError: something else.
-    """
+    """A number of bytes, from a number or a text such as "2GiB" or "500 MB"; None stays."""
     if value is None:
         return None
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
@@ -64,12 +52,9 @@ def in_units(size: int) -> str:
 
 
 class MemoryBudget:
-    """What requests may take.
+    """What requests may take: `most` bytes, or all for None, in models that keep sessions for each request.
 
-    Args:
-        most: bytes; None for no limit.
-        backends: returns the models that keep sessions for each request.
-        spare: tokens of a request beyond those that are committed: drafts.
+    `spare` are tokens of a request beyond those that are committed: drafts.
     """
 
     def __init__(self, most: int | None, backends: Callable[[], Sequence[Backend]], spare: Callable[[], int]) -> None:

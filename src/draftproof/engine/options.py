@@ -17,6 +17,9 @@ from draftproof.errors import UserError
 from draftproof.stoppers.budget import DraftBudget
 from draftproof.verifiers.base import Verifier
 
+# Fields that LoadOptions has too: those of both models, and those of the target alone.
+_OF_BOTH = ("trust_remote_code", "check", "backend", "attn_implementation", "activations")
+_OF_TARGET = ("adapter", "quantization_config", "tensor_parallel", "weights", "kv_dtype")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -115,11 +118,7 @@ class EngineOptions:
         read_draft_dtype(self.draft_dtype, self.dtype)
 
     def changed(self, **changes: Any) -> EngineOptions:
-        """These options with other values.
-
-        Raises:
-            UserError: a name that is no option, with the nearest one.
-        """
+        """These options with other values; the error for a name that is none says the nearest one."""
         known = [each.name for each in fields(self)]
         for name in changes:
             if name not in known:
@@ -140,11 +139,7 @@ class EngineOptions:
         return read_draft_dtype(self.draft_dtype, self.dtype)[1]
 
     def of_head(self) -> EngineOptions:
-        """The same, with the drafter that reads it where `draft` names a published head.
-
-        Raises:
-            UserError: another drafter is named too, or none reads it.
-        """
+        """The same, with the drafter that reads it where `draft` names a published head."""
         algorithm = None if self.draft is None else head_algorithm(self.draft)
         if algorithm is None:
             return self
@@ -155,11 +150,7 @@ class EngineOptions:
         return replace(self, draft=None, drafter=f"{algorithm}:{self.draft}")
 
     def refuse_draft_dtype_alone(self) -> None:
-        """Refuse a number format for a draft model that is not there.
-
-        Raises:
-            UserError: naming it.
-        """
+        """Refuse a number format for a draft model that is not there."""
         if self.draft is None and self.draft_bits is None and self.draft_dtype != "auto":
             raise UserError(
                 f"draft_dtype is {self.draft_dtype!r}, and there is no draft model: leave it out, or name one"
@@ -167,15 +158,8 @@ class EngineOptions:
 
     def of_target(self) -> LoadOptions:
         """How the target is loaded."""
-        return replace(
-            self._of_both(self.dtype, self.device),
-            adapter=self.adapter,
-            quantization_config=self.quantization_config,
-            plainly=True,
-            tensor_parallel=self.tensor_parallel,
-            weights=self.weights,
-            kv_dtype=self.kv_dtype,
-        )
+        own = {name: getattr(self, name) for name in _OF_TARGET}
+        return replace(self._of_both(self.dtype, self.device), plainly=True, **own)
 
     def of_draft(self) -> LoadOptions:
         """How the draft model is loaded, which is on one device."""
@@ -184,15 +168,7 @@ class EngineOptions:
         return self._of_both(dtype, self.device if one else None)
 
     def _of_both(self, dtype: str, device: str | Mapping[str, Any] | None) -> LoadOptions:
-        return LoadOptions(
-            dtype=dtype,
-            device=device,
-            trust_remote_code=self.trust_remote_code,
-            check=self.check,
-            backend=self.backend,
-            attn_implementation=self.attn_implementation,
-            activations=self.activations,
-        )
+        return LoadOptions(dtype=dtype, device=device, **{name: getattr(self, name) for name in _OF_BOTH})
 
 
 def takes_options(function: _Function) -> _Function:

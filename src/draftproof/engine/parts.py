@@ -2,82 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from draftproof.engine.composition import VerifierTraits
 from draftproof.errors import UserError
 from draftproof.stoppers.base import Stopper
 from draftproof.verifiers.base import Verifier
 
+_Part = TypeVar("_Part", bound="Part")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What every part declares.
+    """What every part declares."""
 
-    Attributes:
-        name: as users write it.
-        about: one line for help texts.
-        argument: what stands after "name:", as help texts call it; empty where nothing does.
-        example: a whole specification that works.
-    """
-
-    name: str
-    about: str
-    argument: str = ""
-    example: str = ""
+    name: str  # as users write it
+    about: str  # one line for help texts
+    argument: str = ""  # what stands after "name:", as help texts call it; empty where nothing does
+    example: str = ""  # a whole specification that works
 
     @property
     def form(self) -> str:
         """How a specification looks."""
         return f"{self.name}:{self.argument}" if self.argument else self.name
 
-    def refuse(self, argument: str) -> UserError:
-        """The error for an argument that this part does not take."""
-        if not self.argument:
-            return UserError(f"{self.name} takes no argument, and was given {argument!r}")
-        return UserError(f"{self.name}: expected {self.form}, for example {self.example}, got {argument!r}")
-
 
 @dataclass(frozen=True, kw_only=True)
 class StopperPart(Part):
-    """A stopper.
+    """A stopper."""
 
-    Attributes:
-        make: from the argument and the name of the draft model.
-        constant: whether every draft has the same length.
-        head: the kind of trained head that it needs; empty for none.
-        offered: whether it can be made from a name; the oracle needs a recorded run.
-    """
-
-    make: Callable[[str, str | None], Stopper]
-    constant: bool = False
-    head: str = ""
-    offered: bool = True
+    make: Callable[[str, str | None], Stopper]  # from the argument and the name of the draft model
+    constant: bool = False  # whether every draft has the same length
+    head: str = ""  # the kind of trained head that it needs; empty for none
+    offered: bool = True  # whether it can be made from a name; the oracle needs a recorded run
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifierPart(Part):
-    """A verification rule.
+    """A verification rule."""
 
-    Attributes:
-        make: from the argument.
-        traits: what it takes.
-        lossless: whether the output distribution stays the target's.
-    """
+    make: Callable[[str], Verifier]  # from the argument
+    traits: VerifierTraits  # what it takes
+    lossless: bool = True  # whether the output distribution stays the target's
 
-    make: Callable[[str], Verifier]
-    traits: VerifierTraits
-    lossless: bool = True
+
+def find(parts: Mapping[str, _Part], spec: str, kind: str, offered: str) -> tuple[_Part, str]:
+    """The part that "name" or "name:argument" names, and the argument; errors name the kind and what is offered."""
+    name, _, argument = spec.partition(":")
+    if name not in parts:
+        raise UserError(f"{kind}: expected one of {offered}, got {name!r}")
+    if argument and not parts[name].argument:
+        raise UserError(f"{kind} {name} takes no argument, and was given {argument!r}")
+    return parts[name], argument
 
 
 def numbers(text: str, example: str) -> list[int]:
-    """Whole numbers joined by x, such as "4x2x1"; none in an empty text.
-
-    Raises:
-        UserError: something else.
-    """
+    """Whole numbers joined by x, such as "4x2x1"; none in an empty text."""
     try:
         return [int(part) for part in text.split("x")] if text else []
     except ValueError:
@@ -85,11 +68,7 @@ def numbers(text: str, example: str) -> list[int]:
 
 
 def number(text: str, example: str) -> float:
-    """A number.
-
-    Raises:
-        UserError: something else.
-    """
+    """The number that a text is; `example` is what an error shows."""
     try:
         return float(text)
     except ValueError:
@@ -123,3 +102,8 @@ def own_chain_count(argument: str) -> int:
     """The K of LxK or WHERExK; 1 where there is none."""
     _, times, chains = argument.rpartition("x")
     return int(chains) if times and chains.isdecimal() else 1
+
+
+def own_several(argument: str) -> bool:
+    """Whether LxK or WHERExK names more than one chain."""
+    return own_chain_count(argument) > 1

@@ -20,12 +20,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 class PromptReader:
-    """Turns prompts into token ids with a model's tokenizer.
-
-    Args:
-        tokenizer: of the model; None if all prompts are token ids.
-        model: name of the model, for errors.
-    """
+    """Turns prompts into token ids with a model's tokenizer, or without one where all prompts are token ids."""
 
     def __init__(self, tokenizer: Any, model: str) -> None:
         self.tokenizer = tokenizer
@@ -41,21 +36,13 @@ class PromptReader:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def use_template(self, template: str) -> None:
-        """Apply a chat template in place of the model's.
-
-        Raises:
-            UserError: no tokenizer.
-        """
+        """Apply a chat template in place of the model's."""
         if self.tokenizer is None:
             raise UserError("a chat template needs a model with a tokenizer")
         self.tokenizer.chat_template = template
 
     def read(self, prompt: Prompt | Sequence[Any]) -> tuple[str | None, list[int]]:
-        """Text and token ids of a prompt; the text is None for token ids.
-
-        Raises:
-            UserError: an empty prompt, something that is not a prompt, or a text without a tokenizer.
-        """
+        """Text and token ids of a prompt; the text is None for token ids."""
         if isinstance(prompt, str):
             if not prompt:
                 raise UserError("the prompt is empty: give some text, or token ids to start from a special token")
@@ -79,14 +66,7 @@ class PromptReader:
         """Texts that an output never completes: encoded once for all prompts and requests that name the same.
 
         They are known as long as somebody holds what this returns, so a server has them encoded outside its engine's
-        thread.
-
-        Args:
-            words: the texts.
-            encode: in place of `plain`.
-
-        Raises:
-            UserError: no tokenizer, or a word that encodes to nothing.
+        thread, by an `encode` of its own.
         """
         if not words:  # of most requests; nothing is kept for them
             return BadWords()
@@ -108,11 +88,7 @@ class PromptReader:
         return self._markers
 
     def reasoning(self, ids: Sequence[int]) -> Reasoning | None:
-        """How the answer to a chat begins; None where all of it is the answer.
-
-        Args:
-            ids: of the chat as a prompt.
-        """
+        """How the answer to a chat, given as the prompt's token ids, begins; None where all of it is the answer."""
         if self.markers is None:
             return None
         last = ids[-MOST_BLANK:]
@@ -130,13 +106,8 @@ class PromptReader:
     ) -> str:
         """The model's chat template applied to messages, ready for an answer.
 
-        Args:
-            messages: of the chat.
-            tools: that the template shows to the model, as transformers takes them.
-            options: of the template, such as enable_thinking; those that it does not name are left out.
-
-        Raises:
-            UserError: the tokenizer has no chat template, or the template refuses the messages.
+        `tools` are shown to the model, as transformers takes them. Of the template's `options`, such as
+        enable_thinking, those that it does not name are left out.
         """
         tokenizer = self._required()
         if not self.has_template:
@@ -168,11 +139,7 @@ class PromptReader:
 
 
 def _text_only(place: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message with its content as one text.
-
-    Raises:
-        UserError: parts of it are no text.
-    """
+    """A message with its content as one text."""
     content = message.get("content")
     if isinstance(content, str) or not isinstance(content, Sequence):
         return message
@@ -192,11 +159,7 @@ def is_chat(prompt: Any) -> bool:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list: a text, a list of token ids and a list of messages are one prompt.
-
-    Raises:
-        UserError: no prompt, or something that is not a prompt.
-    """
+    """One prompt or several, as a list: a text, a list of token ids and a list of messages are one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Iterable):

@@ -17,10 +17,9 @@ from draftproof.backends.heads.published.mtp import mtp_backend
 from draftproof.backends.heads.published.mtp_head import mtp_head_backend
 from draftproof.backends.heads.published.peagle import PEagleBackend
 from draftproof.drafters.base import Drafter
-from draftproof.drafters.head import FollowingModel, following_drafter
 from draftproof.engine.composition import HEAD
 from draftproof.engine.drafter_context import DrafterContext, DrafterPart
-from draftproof.engine.parts import own_chain_count, source
+from draftproof.engine.parts import own_chain_count, own_several, source
 from draftproof.errors import UserError
 
 
@@ -29,9 +28,7 @@ def _head(name: str, load: Callable[[str, SlotBackend], TargetHead]) -> Callable
 
     def build(parts: DrafterContext, argument: str) -> Drafter:
         where, chains = _named(name, argument)
-        target = parts.own_model(name)
-        model = FollowingModel(load(where, target), target, **parts.changes)
-        return following_drafter(model, parts.ends(), name, chains=chains)
+        return parts.following(load(where, parts.own_model(name)), name, chains)
 
     return build
 
@@ -55,7 +52,7 @@ def _part(name: str, about: str, load: Callable[[str, SlotBackend], TargetHead])
         about=f"{about}; HEAD is a directory or a hub id, {name}:HEADxK makes K chains",
         make=_head(name, load),
         traits=HEAD,
-        several=lambda argument: own_chain_count(argument) > 1,
+        several=own_several,
         chains=own_chain_count,
         check=lambda argument: _named(name, argument),
     )
@@ -71,8 +68,7 @@ def _mtp(parts: DrafterContext, argument: str) -> Drafter:
     where, chains = ("", own_chain_count(argument)) if _is_own(argument) else source(argument)
     target = parts.own_model("mtp")
     head: TargetHead = mtp_head_backend(where, target) if where else mtp_backend(target)
-    model = FollowingModel(head, target, **parts.changes)
-    return following_drafter(model, parts.ends(), "mtp", chains=chains)
+    return parts.following(head, "mtp", chains)
 
 
 def _is_own(argument: str) -> bool:
@@ -102,7 +98,7 @@ PUBLISHED = (
         about="one chain from the target's own prediction layers, or from a published head for it (mtp:HEAD)",
         make=_mtp,
         traits=HEAD,
-        several=lambda argument: own_chain_count(argument) > 1,
+        several=own_several,
         chains=own_chain_count,
     ),
 )

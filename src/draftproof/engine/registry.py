@@ -79,21 +79,10 @@ def make_drafter(
     rule: Verifier | None = None,
     budget: float = math.inf,
 ) -> Drafter:
-    """A drafter by name; without a name, what is at hand for the target (`auto`).
+    """A drafter by its name with an argument; without a name, what is at hand for the target (`auto`).
 
-    Args:
-        name: with its argument.
-        target: loaded.
-        draft: loaded, where there is one; with quantized weights if `bits` is given.
-        stopper: a specification.
-        temperature: of the draft; None for the request's.
-        top_k: of the draft; None for the request's.
-        bits: of quantized weights of the draft model or the head; None for weights of a float type.
-        rule: that will verify, where it is known.
-        budget: drafted tokens of a round, over all its requests.
-
-    Raises:
-        UserError: unknown name, a draft model missing or left over, or bits where nothing has weights of its own.
+    A temperature or top-k of the draft is None for the request's; see `DrafterContext` for the rest. With `bits` the
+    draft model is given with quantized weights.
     """
     spec = name or DEFAULT_DRAFTER
     part, argument = find_drafter(spec)

@@ -58,6 +58,10 @@ class SameText(StrEnum):
     BY_DRAFTS = "with the same drafts"  # draws belong to places in a round
 
 
+# Fields of an Output that its JSON has in another form, or only where they were asked for.
+_NOT_PLAIN = ("params", "stats", "logprobs", "prompt_logprobs", "reasoning", "reasoning_tokens")
+
+
 @dataclass(frozen=True)
 class Output:
     """One finished continuation.
@@ -105,26 +109,12 @@ class Output:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        made: dict[str, Any] = {
-            "prompt": self.prompt,
-            "index": self.index,
-            "text": self.text,
-            "token_ids": list(self.token_ids),
-            "finish_reason": self.finish_reason,
-            "stop_reason": self.stop_reason,
-            "lossless": self.lossless,
-            "same_bits": self.same_bits,
-            "same_text": str(self.same_text),
-            "drafter": self.drafter,
-            "stopper": self.stopper,
-            "verifier": self.verifier,
-            "seed": self.seed,
-            "sampling": {name: getattr(self.params, name) for name in SHAPING},
-            "stats": self.stats.to_dict(),
-        }
+        made = {name: value for name, value in vars(self).items() if name not in _NOT_PLAIN}
+        made |= {"token_ids": list(self.token_ids), "same_text": str(self.same_text)}
+        made["sampling"] = {name: getattr(self.params, name) for name in SHAPING}
+        made["stats"] = self.stats.to_dict()
         if self.reasoning is not None:
-            made["reasoning"] = self.reasoning
-            made["reasoning_tokens"] = self.reasoning_tokens
+            made |= {"reasoning": self.reasoning, "reasoning_tokens": self.reasoning_tokens}
         if self.logprobs is not None:
             made["logprobs"] = [entry.to_dict() for entry in self.logprobs]
         if self.prompt_logprobs is not None:
@@ -134,65 +124,38 @@ class Output:
 
 @dataclass(eq=False)
 class Request:
-    """A request while it waits or is decoded.
+    """A request while it waits or is decoded."""
 
-    Attributes:
-        id: identifies it, also to the drafter.
-        prompt: its text, or None for a prompt of token ids.
-        index: number of the continuation, of the n of the prompt.
-        tokens: prompt and committed tokens.
-        prompt_length: number of prompt tokens.
-        seed: of all its draws.
-        transforms: its sampling parameters, bound to the target's vocabulary.
-        cutter: cuts the tokens of a round at the request's end.
-        max_tokens: tokens that it may emit.
-        rule: verifies its drafts.
-        session: the target's session; None before the request runs and after it ends.
-        round: number of finished rounds; part of the key of every draw.
-        verifier_state: the rule's state, passed to it with the next draft; None for rules without state.
-        chunks: committed pieces that a stream has not taken yet.
-        error: why it failed, or None.
-        prediction: tokens that the answer may repeat.
-        offline: whether nobody waits for each token, so that it may wait while prompts of others are read.
-        reading: whether its prompt is still to be read, or read again.
-        prompt_logprobs: of the prompt's tokens after the first one, as far as they are read; one list for all
-            continuations of the prompt.
-        siblings: the continuations of the prompt that have not ended, in order: the first one takes in the
-            log-probabilities of the prompt for all.
-        reused: tokens that were taken over from other requests instead of being read.
-        speculates: whether anything is drafted for it.
-        cache_salt: what was read or written for it is used for requests with the same salt only.
-        share_text: whether such requests may draft from its tokens, and it from theirs.
-        reasoning: how its output begins; None where all of it is the answer.
-    """
-
-    id: int
-    prompt: str | None
-    index: int
-    tokens: list[int]
-    prompt_length: int
-    seed: int
-    transforms: Transforms
-    cutter: Cutter
-    max_tokens: int
-    rule: Verifier
-    session: Session | None = None
-    round: int = 0
-    verifier_state: object = None
+    id: int  # identifies it, also to the drafter
+    prompt: str | None  # its text, or None for a prompt of token ids
+    index: int  # number of the continuation, of the n of the prompt
+    tokens: list[int]  # prompt and committed tokens
+    prompt_length: int  # number of prompt tokens
+    seed: int  # of all its draws
+    transforms: Transforms  # its sampling parameters, bound to the target's vocabulary
+    cutter: Cutter  # cuts the tokens of a round at the request's end
+    max_tokens: int  # tokens that it may emit
+    rule: Verifier  # verifies its drafts
+    session: Session | None = None  # the target's session; None before the request runs and after it ends
+    round: int = 0  # number of finished rounds; part of the key of every draw
+    verifier_state: object = None  # the rule's state, passed to it with the next draft; None for rules without state
     stats: Stats = field(default_factory=Stats)
-    chunks: deque[Chunk] = field(default_factory=deque)
+    chunks: deque[Chunk] = field(default_factory=deque)  # committed pieces that a stream has not taken yet
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    error: RequestError | None = None
-    prediction: tuple[int, ...] = ()
-    offline: bool = False
-    reading: bool = True
+    error: RequestError | None = None  # why it failed, or None
+    prediction: tuple[int, ...] = ()  # tokens that the answer may repeat
+    offline: bool = False  # whether nobody waits for each token, so that it may wait while prompts of others are read
+    reading: bool = True  # whether its prompt is still to be read, or read again
+    # Of the prompt's tokens after the first one, as far as they are read; one list for all continuations of the prompt.
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    # The continuations of the prompt that have not ended, in order: the first one takes in the log-probabilities of the
+    # prompt for all.
     siblings: list[Request] = field(default_factory=list, repr=False)
-    reused: int = 0
-    speculates: bool = True
-    cache_salt: str = ""
-    share_text: bool = True
-    reasoning: Reasoning | None = None
+    reused: int = 0  # tokens that were taken over from other requests instead of being read
+    speculates: bool = True  # whether anything is drafted for it
+    cache_salt: str = ""  # what was read or written for it is used for requests with the same salt only
+    share_text: bool = True  # whether such requests may draft from its tokens, and it from theirs
+    reasoning: Reasoning | None = None  # how its output begins; None where all of it is the answer
 
     @property
     def params(self) -> SamplingParams:

@@ -30,17 +30,11 @@ _HEADROOM = 64  # tokens that a request can grow by when it is admitted
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Tokens of a prompt that a round reads, without its end.
+    """Tokens of a prompt that a round reads, without its end."""
 
-    Attributes:
-        row: the request.
-        tokens: what is read.
-        scored: whether the logits after each of them are wanted: they are read as drafted tokens are.
-    """
-
-    row: Request
-    tokens: list[int]
-    scored: bool = False
+    row: Request  # the request
+    tokens: list[int]  # what is read
+    scored: bool = False  # whether the logits after each of them are wanted: they are read as drafted tokens are
 
     def feed(self, device: torch.device) -> Feed:
         """What the target reads."""
@@ -65,23 +59,15 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a round does.
+    """What a round does."""
 
-    Attributes:
-        rows: requests that get tokens in it; some of them read a whole prompt first.
-        portions: parts of other prompts.
-        reads: prompt tokens of both.
-        has_interactive: whether somebody waits for the tokens of a request that is decoded.
-        decoded: how many of `rows` were decoded before.
-        depth: tokens that stand before one of the prompt tokens, on average.
-    """
-
+    # Requests that get tokens in it; some of them read a whole prompt first.
     rows: list[Request] = field(default_factory=list)
-    portions: list[PrefillChunk] = field(default_factory=list)
-    reads: int = 0
-    has_interactive: bool = False
-    decoded: int = 0
-    depth: int = 0
+    portions: list[PrefillChunk] = field(default_factory=list)  # parts of other prompts
+    reads: int = 0  # prompt tokens of both
+    has_interactive: bool = False  # whether somebody waits for the tokens of a request that is decoded
+    decoded: int = 0  # how many of `rows` were decoded before
+    depth: int = 0  # tokens that stand before one of the prompt tokens, on average
 
 
 class NoSessions:
@@ -110,7 +96,7 @@ def _scored(row: Request, tokens: Sequence[int], room: int) -> PrefillChunk:
 
 
 class Scheduler:
-    """The requests of an engine, waiting and running.
+    """The requests of an engine, waiting and running, in the order of their arrival.
 
     Args:
         target: the target.
@@ -119,14 +105,6 @@ class Scheduler:
         spare: returns how many tokens a request reads at most beyond those that are committed.
         kv_memory: bytes for keys, values and states; None for no limit.
         prefix_reuse: whether what was read of other requests is reused.
-
-    Attributes:
-        waiting, running: in the order of their arrival.
-        portions: chooses how much of a prompt a round reads beside requests that are decoded.
-        kept: sessions of requests that ended.
-
-    Raises:
-        UserError: `kv_memory` is too small for anything.
     """
 
     def __init__(
@@ -142,7 +120,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.portions = ChunkSize()
-        self.kept = PrefixCache() if prefix_reuse else PrefixCache(0)
+        self.kept = PrefixCache() if prefix_reuse else PrefixCache(0)  # sessions of requests that ended
         self.kept.most_nbytes = room_for_sessions(target.device) if kv_memory is None else kv_memory
         drafter.reuse(self.kept)
         self.budget = MemoryBudget(kv_memory, lambda: [target, *drafter.backends], spare)
@@ -193,12 +171,7 @@ class Scheduler:
         return row
 
     def end(self, row: Request, *, well: bool) -> None:
-        """Take a request out of those that run.
-
-        Args:
-            row: the request.
-            well: whether what was read of it may be reused.
-        """
+        """Take a request out of those that run; where it ended `well`, what was read of it may be reused."""
         self.running.remove(row)
         if well and row.session is not None:
             self._drafter.ended(row.id, row.tokens)

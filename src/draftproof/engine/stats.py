@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 PARTS = ("draft", "target", "verify")
@@ -20,6 +20,7 @@ COUNTS = (
     "num_first_tokens",
     "seconds_to_first",
 )
+RATES = ("block_efficiency", "discard_rate", "verification_rate", "tokens_per_second")
 
 
 @dataclass
@@ -135,20 +136,14 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {
-            "num_tokens": self.num_tokens,
-            "num_target_calls": self.num_target_calls,
-            "num_drafts": self.num_drafts,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_accepted_tokens": self.num_accepted_tokens,
-            "num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
-            "num_drafts_per_pos": list(self.num_drafts_per_pos),
-            "num_accepted_prediction_tokens": self.num_accepted_prediction_tokens,
-            "num_first_tokens": self.num_first_tokens,
-            "seconds_to_first": self.seconds_to_first,
-            "block_efficiency": self.block_efficiency,
-            "discard_rate": self.discard_rate,
-            "verification_rate": self.verification_rate,
-            "tokens_per_second": self.tokens_per_second,
-            "seconds": self.seconds.to_dict(),
-        }
+        made = asdict(self)
+        del made["seconds"]  # which stand at the end, with their rest
+        return {**made, **{name: getattr(self, name) for name in RATES}, "seconds": self.seconds.to_dict()}
+
+
+def total_stats(each: Iterable[Stats]) -> Stats:
+    """Counts and seconds added up."""
+    total = Stats()
+    for one in each:
+        total.add(one)
+    return total

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from draftproof.embedded import feature_head_dir, heads_dir, stories_heads_dir
-from draftproof.engine.parts import StopperPart, directory, is_number, number
+from draftproof.engine.parts import StopperPart, directory, find, is_number, number
 from draftproof.errors import UserError
 from draftproof.heads import Head, load_head
 from draftproof.stoppers.auto import Auto
@@ -184,27 +184,15 @@ OFFERED_STOPPERS = {name: part for name, part in STOPPERS.items() if part.offere
 
 
 def find_stopper(spec: str) -> tuple[StopperPart, str]:
-    """The part that "name" or "name:argument" names, and the argument.
-
-    Raises:
-        UserError: unknown name.
-    """
-    name, _, argument = spec.partition(":")
-    if name not in STOPPERS:
-        forms = ", ".join(part.form for part in OFFERED_STOPPERS.values())
-        raise UserError(f"stopper: expected one of {forms} (the argument may be left out), got {name!r}")
-    return STOPPERS[name], argument
+    """The part that "name" or "name:argument" names, and the argument."""
+    forms = ", ".join(part.form for part in OFFERED_STOPPERS.values())
+    return find(STOPPERS, spec, "stopper", f"{forms} (the argument may be left out)")
 
 
 def make_stopper(spec: str, draft: str | None = None) -> Stopper:
     """A stopper from "name" or "name:argument".
 
-    Args:
-        spec: a name of STOPPERS, with its argument.
-        draft: name of the draft model, or the drafter's where it has none, for stoppers whose head ships for it.
-
-    Raises:
-        UserError: unknown name or a bad argument.
+    `draft` is the name of the draft model, or the drafter's where it has none, for stoppers whose head ships for it.
     """
     part, argument = find_stopper(spec)
     return part.make(argument, draft)

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from draftproof.engine.composition import VerifierTraits
-from draftproof.engine.parts import VerifierPart, number
-from draftproof.errors import UserError
+from draftproof.engine.parts import VerifierPart, find, number
 from draftproof.verifiers.base import Verifier
 from draftproof.verifiers.chain import (
     block_verifier,
@@ -37,11 +36,7 @@ def _rule(make: Callable[..., Verifier], about: str, *, argument: str = "", exam
     made = make()
 
     def build(given: str) -> Verifier:
-        if not given:
-            return make()
-        if not argument:
-            raise UserError(f"verifier {made.name} takes no parameter, and was given {given!r}")
-        return make(number(given, example))
+        return make(number(given, example)) if given else make()
 
     name = made.name.partition(":")[0]
     traits = replace(VerifierTraits.of(made), name=name)
@@ -88,23 +83,12 @@ LOSSY = tuple(name for name, part in VERIFIERS.items() if not part.lossless)
 
 
 def find_verifier(spec: str) -> tuple[VerifierPart, str]:
-    """The part that "name" or "name:parameter" names, and the parameter.
-
-    Raises:
-        UserError: unknown name.
-    """
-    name, _, argument = spec.partition(":")
-    if name not in VERIFIERS:
-        lossless = ", ".join(known for known in VERIFIERS if known not in LOSSY)
-        raise UserError(f"verifier: expected one of {lossless}, or the lossy {', '.join(LOSSY)}, got {name!r}")
-    return VERIFIERS[name], argument
+    """The part that "name" or "name:parameter" names, and the parameter."""
+    lossless = ", ".join(known for known in VERIFIERS if known not in LOSSY)
+    return find(VERIFIERS, spec, "verifier", f"{lossless}, or the lossy {', '.join(LOSSY)}")
 
 
 def make_verifier(spec: str) -> Verifier:
-    """A verification rule from "name" or "name:parameter".
-
-    Raises:
-        UserError: unknown name or a bad parameter.
-    """
+    """A verification rule from "name" or "name:parameter"."""
     part, argument = find_verifier(spec)
     return part.make(argument)

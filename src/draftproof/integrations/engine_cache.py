@@ -32,17 +32,11 @@ OF_LOADING = (
 
 @dataclass(frozen=True)
 class Composition:
-    """What an engine around a model in memory is made of.
+    """What an engine around a model in memory is made of."""
 
-    Attributes:
-        options: as in `Engine.load`; `draft` where the draft model is given by name.
-        draft: the draft model where it is a transformers model in memory.
-        tokenizer: the target's; needed only to compare it with that of a draft model that is given by name.
-    """
-
-    options: EngineOptions
-    draft: Any = None
-    tokenizer: Any = None
+    options: EngineOptions  # as in `Engine.load`; `draft` where the draft model is given by name
+    draft: Any = None  # the draft model where it is a transformers model in memory
+    tokenizer: Any = None  # the target's; needed only to compare it with that of a draft model that is given by name
 
     @classmethod
     def of(cls, draft: Any, tokenizer: Any, options: Mapping[str, Any]) -> Composition:
@@ -111,19 +105,13 @@ def _name(model: Any) -> str:
 
 @dataclass(eq=False)
 class Held:
-    """An engine that is kept for a model, and used by one call at a time, which holds the lock.
-
-    Attributes:
-        version: of the weights that it was made from.
-        draft_version: of the draft model's weights, where it is a model in memory.
-        owner: that model, so that another one in its place is noticed.
-    """
+    """An engine that is kept for a model, and used by one call at a time, which holds the lock."""
 
     engine: Engine
-    version: Version
+    version: Version  # of the weights that it was made from
     draft: DraftBackend | None
-    draft_version: Version | None
-    owner: weakref.ref[Any] | None
+    draft_version: Version | None  # of the draft model's weights, where it is a model in memory
+    owner: weakref.ref[Any] | None  # that model, so that another one in its place is noticed
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -136,9 +124,6 @@ def engine_of(model: Any, composition: Composition) -> Iterator[Engine]:
     """The engine of a model with this composition, for one caller at a time; made at the first call.
 
     It is made again when the weights have changed (`weights_version`), and dropped with the model or by `forget`.
-
-    Raises:
-        UserError: the model cannot be read, or is in training mode; parts that do not fit together.
     """
     with _guard:
         held = _current(model, composition)

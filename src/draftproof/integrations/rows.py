@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftproof.engine.engine import Engine
 from draftproof.engine.request import Request
-from draftproof.engine.stats import Stats
+from draftproof.engine.stats import Stats, total_stats
 from draftproof.errors import UserError
 from draftproof.finish import Cutter, Finish
 from draftproof.integrations.processors import ProcessedParams, Processors, as_params
@@ -185,10 +185,7 @@ class Rows:
     @property
     def stats(self) -> Stats:
         """Counts and times of all rows; each row of a batch counts the whole time of a round."""
-        total = Stats()
-        for request in self._requests:
-            total.add(request.stats)
-        return total
+        return total_stats(request.stats for request in self._requests)
 
     def _at(self, ids: Sequence[int], place: int) -> int:
         if place < len(ids):

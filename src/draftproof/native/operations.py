@@ -439,9 +439,9 @@ class Operations:
     ) -> None:
         """Run decoder layers one after another; x is overwritten by the last layer's output.
 
-        Buffers are addresses of each layer's keys, of its values, and of its scales; `LayerStack.work` returns the size of
-        working memory. `sequences` are those of the pass, for layers with recurrent states, and `first` is the number of
-        the first layer in the model.
+        Buffers are addresses of each layer's keys, of its values, and of its scales; `LayerStack.work` returns the
+        size of working memory. `sequences` are those of the pass, for layers with recurrent states, and `first` is the
+        number of the first layer in the model.
         """
         require("x", x, self.dtype, (given.tokens, stack.size))
         require("work", work, self.dtype)

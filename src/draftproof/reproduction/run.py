@@ -26,10 +26,43 @@ from draftproof.reproduction.experiments import (
     Notify,
     ignore,
 )
-from draftproof.reproduction.plots import draw
+from draftproof.reproduction.recipes import (
+    block_verification,
+    block_verification_v1,
+    couplings,
+    heads,
+    passes,
+    small_verifiers,
+    specdec_pp,
+    spectr,
+    sprinter,
+)
 from draftproof.reproduction.recipes.base import Recipe
-from draftproof.reproduction.recipes.index import chosen
-from draftproof.reproduction.report import markdown
+from draftproof.reproduction.report import draw, markdown
+
+_MODULES = (
+    couplings,
+    block_verification_v1,
+    block_verification,
+    spectr,
+    specdec_pp,
+    passes,
+    heads,
+    sprinter,
+    small_verifiers,
+)
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in sorted((recipe for module in _MODULES for recipe in module.RECIPES), key=lambda each: each.name)
+}
+
+
+def chosen(names: Sequence[str]) -> list[Recipe]:
+    """Recipes by name, in the order of the list; all recipes if no name is given."""
+    for name in names:
+        refuse_unknown("recipe", name, RECIPES)
+    return [recipe for name, recipe in RECIPES.items() if not names or name in names]
+
 
 REPORT = "reproduce"
 PROFILES = {
@@ -37,12 +70,6 @@ PROFILES = {
     "full": ExperimentProfile("full", (STORIES, SMALL, SMOLLM2), prompts=32, seeds=8, tokens=96, places=40, heavy=0.5),
 }
 Json = dict[str, Any]
-
-
-def profile_named(name: str) -> ExperimentProfile:
-    """The profile of this name."""
-    refuse_unknown("profile", name, PROFILES)
-    return PROFILES[name]
 
 
 def reproduce(names: Sequence[str], out: Path, profile: ExperimentProfile, *, notify: Notify = ignore) -> list[Json]:
@@ -86,11 +113,8 @@ def _finished(recipe: Recipe, experiments: Experiments, out: Path, facts: Json) 
 
 def _report(out: Path, profile: ExperimentProfile, facts: Json, notify: Notify) -> None:
     """Write the report of every outcome in the folder."""
-    found = [
-        json.loads(file.read_text(encoding="utf-8"))
-        for recipe in chosen(())
-        if (file := out / "outcomes" / f"{recipe.name}.json").exists()
-    ]
+    files = [out / "outcomes" / f"{name}.json" for name in RECIPES]
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
     pictures = {each["name"]: draw(each, out, notify) for each in found if each["figure"]}
     content = {KEY: facts, "profile": asdict(profile), "tables": without_times(found), "recipes": found}
     write_json(out / f"{REPORT}.json", content)

@@ -30,14 +30,13 @@ from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import LEAVING, UserError
 from draftproof.peak import ReleaseTimes, release_freed_memory, resident
 from draftproof.server import schemas
-from draftproof.server.api.answer import Answer, Endpoint, Form
+from draftproof.server.api.answer import Answer, Endpoint, Form, TokenText
 from draftproof.server.api.chat import CHAT
 from draftproof.server.api.completions import COMPLETIONS
 from draftproof.server.api.messages import MESSAGES, MessagesAnswer, MessagesError, TokenCount
 from draftproof.server.api.messages_request import CountBody, MessagesBody, chat_to_count
 from draftproof.server.api.responses import RESPONSES
 from draftproof.server.api.responses_schemas import ResponsesAnswer, ResponsesBody
-from draftproof.server.api.token_text import TokenText
 from draftproof.server.aside import Aside
 from draftproof.server.auth import Access, Keys, note
 from draftproof.server.body import body_of
@@ -46,7 +45,7 @@ from draftproof.server.errors import ApiError, error_answer, failed, of_http, st
 from draftproof.server.metrics import Metrics
 from draftproof.server.parse_request import ParsedRequest, RequestParser, refuse_other_model, refuse_stream_options
 from draftproof.server.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingFields, TokenizeBody
-from draftproof.server.settings import Settings
+from draftproof.server.settings import Settings, read_text, served_name
 from draftproof.server.tools import template_tools
 from draftproof.server.worker import EngineWorker, Job, Piece
 
@@ -81,6 +80,13 @@ class Server:
         self._making = anyio.CapacityLimiter(1)  # answers that hold log-probabilities of prompts
         self.token_text = TokenText(engine.tokenizer)
         self.created = int(time.time())
+
+    @classmethod
+    def named(cls, engine: DecodingLoop, settings: Settings, target: str, draft: str | None) -> Server:
+        """The server of models that were loaded by these names, with the chat template of the settings."""
+        if settings.chat_template is not None:
+            engine.prompts.use_template(read_text(settings.chat_template, "the chat template"))
+        return cls(engine, settings, served_name(target, settings.served_model_name), hidden=[target, draft or target])
 
     def shown(self, message: str) -> str:
         """A message without the names that clients do not see."""

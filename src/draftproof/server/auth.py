@@ -102,24 +102,15 @@ class Keys:
 
 @dataclass
 class Access:
-    """Gives every request an id, refuses those without a key, and writes a line of each to the log.
+    """Gives every request an id, refuses those without a key, and writes a line of each to the log."""
 
-    Attributes:
-        app: what serves the requests.
-        keys: one of them is needed; empty lets everybody in.
-        max_body: bytes; a longer body is refused by its declared length, others while they are read.
-        at_once: requests with a body that are in work; further ones are refused before their body is read.
-        seconds: that a client has to send its body; 0 is no limit.
-        hosts: names that the header Host may have; None for any.
-    """
-
-    app: ASGIApp
-    keys: Keys
+    app: ASGIApp  # what serves the requests
+    keys: Keys  # one of them is needed; empty lets everybody in
     _: KW_ONLY
-    max_body: int
-    at_once: int
-    seconds: float
-    hosts: Sequence[str] | None = None
+    max_body: int  # bytes; a longer body is refused by its declared length, others while they are read
+    at_once: int  # requests with a body that are in work; further ones are refused before their body is read
+    seconds: float  # that a client has to send its body; 0 is no limit
+    hosts: Sequence[str] | None = None  # names that the header Host may have; None for any
     _now: int = field(default=0, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from draftproof.errors import UserError
+from draftproof.errors import refuse_unknown
 
 KEY = "DRAFTPROOF_API_KEY"  # the variable that clients read the key from
 _CONTEXT = 32_768  # where neither a server nor the user says it
@@ -56,8 +56,7 @@ def assumed_server(url: str, name: str, output: int) -> ServedModel:
 
 def client_config(client: str, served: ServedModel) -> tuple[str, str]:
     """Where the configuration of a client belongs and how it is started, in a sentence; and its content."""
-    if client not in CLIENTS:
-        raise UserError(f"print_config: expected one of {', '.join(CLIENTS)}, got {client!r}")
+    refuse_unknown("print_config", client, CLIENTS)
     where, content = CLIENTS[client]
     return where.format(name=served.name, key=KEY), content(served).strip() + "\n"
 

@@ -46,25 +46,18 @@ _Read = TypeVar("_Read", bound=BaseModel)
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """What a request asks of the engine.
+    """What a request asks of the engine."""
 
-    Attributes:
-        prompts: token ids of each prompt.
-        texts: of the prompts, where they are repeated; None for one that was token ids, or is not repeated.
-        prediction: token ids that the answer may repeat.
-        words: the parameters' bad words, encoded: the engine finds them as long as this is there.
-        constraint: the grammar of `params`, compiled.
-        reasoning: how the model reasons before it answers; None where it does not.
-    """
-
-    prompts: tuple[tuple[int, ...], ...]
+    prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt
+    # Of the prompts, where they are repeated; None for one that was token ids, or is not repeated.
     texts: tuple[str | None, ...]
     params: SamplingParams
-    prediction: tuple[int, ...] = ()
+    prediction: tuple[int, ...] = ()  # token ids that the answer may repeat
     tools: ToolSet | None = None
+    # The parameters' bad words, encoded: the engine finds them as long as this is there.
     words: BadWords = field(default_factory=BadWords)
-    constraint: Constraint | None = None
-    reasoning: Reasoning | None = None
+    constraint: Constraint | None = None  # the grammar of `params`, compiled
+    reasoning: Reasoning | None = None  # how the model reasons before it answers; None where it does not
 
 
 class RequestParser:

@@ -13,19 +13,17 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
-from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import UserError
 from draftproof.server.app import server_of
 from draftproof.server.connection import RESERVE, connection
 from draftproof.server.logs import flush_logs
-from draftproof.server.settings import Settings, read_text
+from draftproof.server.settings import Settings
 
 try:
     import resource
@@ -67,11 +65,6 @@ def address(listener: socket.socket) -> str:
     """Where a socket listens, as a URL."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def use_template(engine: DecodingLoop, file: Path) -> None:
-    """Give a model the chat template of a file."""
-    engine.prompts.use_template(read_text(file, "the chat template"))
 
 
 class _Speaker(uvicorn.Server):

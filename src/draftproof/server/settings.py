@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from draftproof.errors import UserError
+from draftproof.errors import UserError, refuse_unknown
 from draftproof.server.dialects.families import DIALECTS
 
 TOOL_FORMATS = ("auto", *sorted(DIALECTS))
@@ -82,8 +82,7 @@ class Settings:
         if not 0 <= self.port <= 65_535:
             raise UserError(f"port: expected 0 to 65535, got {self.port}")
         least = {"max_waiting": 0, "drain_timeout": 0, "max_body": 1, "max_prompt_tokens": 1, "max_tokens_limit": 1}
-        if self.tool_format not in TOOL_FORMATS:
-            raise UserError(f"tool_format: expected one of {', '.join(TOOL_FORMATS)}, got {self.tool_format!r}")
+        refuse_unknown("tool_format", self.tool_format, TOOL_FORMATS)
         for name, legal in (("reasoning", ("auto", "none")), ("unknown_fields", ("refuse", "ignore"))):
             if getattr(self, name) not in legal:
                 raise UserError(f"{name}: expected {' or '.join(legal)}, got {getattr(self, name)!r}")

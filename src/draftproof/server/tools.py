@@ -33,19 +33,13 @@ _COMPACT = {"whitespace_flexible": False}
 
 @dataclass(frozen=True)
 class ToolSet:
-    """The tools of a request, and what the model may do with them.
-
-    Attributes:
-        must: whether the answer is a call.
-        several: whether it may hold several.
-        specials: ids of the special tokens among the format's markers.
-    """
+    """The tools of a request, and what the model may do with them."""
 
     format: Dialect
     functions: tuple[Function, ...]
-    must: bool
-    several: bool
-    specials: dict[str, int]
+    must: bool  # whether the answer is a call
+    several: bool  # whether it may hold several
+    specials: dict[str, int]  # ids of the special tokens among the format's markers
 
     def grammar(self, form: dict[str, Any] | None) -> str:
         """The grammar of the answer as llguidance reads it; `form` is a JSON schema for an answer that is no call."""

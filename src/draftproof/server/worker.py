@@ -38,48 +38,31 @@ _JOIN = 10.0  # seconds that the thread gets for its last round when the server 
 
 @dataclass(frozen=True)
 class Piece(Chunk):
-    """What one round added to one continuation.
+    """What one round added to one continuation."""
 
-    Attributes:
-        index: of the continuation, over all prompts of the job.
-        logprobs: of the tokens; empty if not requested.
-        stop_reason: the stop string or token id that ended it.
-        prompt_logprobs: of the prompt's tokens after the first, in the last piece; empty if not requested.
-        reused: tokens of the prompt that were taken over from other requests.
-    """
-
-    index: int = 0
-    logprobs: tuple[TokenLogprob, ...] = ()
-    stop_reason: int | str | None = None
+    index: int = 0  # of the continuation, over all prompts of the job
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens; empty if not requested
+    stop_reason: int | str | None = None  # the stop string or token id that ended it
+    # Of the prompt's tokens after the first, in the last piece; empty if not requested.
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    reused: int = 0
+    reused: int = 0  # tokens of the prompt that were taken over from other requests
 
 
 @dataclass(eq=False)
 class Job:
-    """One HTTP request for completions: its prompts, and the pieces of its answer.
+    """One HTTP request for completions: its prompts, and the pieces of its answer."""
 
-    Attributes:
-        parsed: what is asked of the engine.
-        seconds: it is given up after this time.
-        streams: whether pieces are wanted after each round; else they come when a continuation ends, which spares the
-            event loop the work of waking up.
-        speculates: whether anything is drafted.
-        client: who asks; clients take turns. Empty where clients are not known apart.
-        cache_salt, share_text: see `DecodingLoop.add`.
-        arrival: when its request came; the deadline counts from there.
-        ended: nobody waits for it any more.
-    """
-
-    parsed: ParsedRequest
-    seconds: float = math.inf
+    parsed: ParsedRequest  # what is asked of the engine
+    seconds: float = math.inf  # it is given up after this time
+    # Whether pieces are wanted after each round; else they come when a continuation ends, which spares the event loop
+    # the work of waking up.
     streams: bool = True
-    speculates: bool = True
-    client: str = ""
-    cache_salt: str = ""
+    speculates: bool = True  # whether anything is drafted
+    client: str = ""  # who asks; clients take turns. Empty where clients are not known apart
+    cache_salt: str = ""  # this and the next one as in `DecodingLoop.add`
     share_text: bool = True
-    arrival: float = field(default_factory=time.monotonic)
-    ended: bool = False
+    arrival: float = field(default_factory=time.monotonic)  # when its request came; the deadline counts from there
+    ended: bool = False  # nobody waits for it any more
     _pieces: list[Piece] = field(default_factory=list)
     _error: ApiError | None = None
     _complete: int = 0  # continuations

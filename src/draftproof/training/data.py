@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import json
 import lzma
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftproof.errors import UserError, reason, refuse_unknown
-from draftproof.files import home, whole_file
+from draftproof.files import home, json_value, read_bytes, whole_file
 from draftproof.provenance import digest
 
 KEYS = ("prompt", "text", "turns", "question", "instruction", "content")
@@ -105,10 +104,7 @@ def read_examples(
 
 def read_text(file: Path) -> tuple[bytes, str]:
     """The bytes of a file and its text, unpacked."""
-    try:
-        raw = file.read_bytes()
-    except OSError as cause:
-        raise UserError(f"cannot read {file}: {cause.strerror or cause}") from cause
+    raw = read_bytes(file)
     unpack = _UNPACK.get(file.suffix)
     try:
         return raw, (unpack(raw) if unpack else raw).decode("utf-8-sig").replace("\r\n", "\n")
@@ -129,17 +125,9 @@ def _texts(file: Path, text: str, form: str) -> tuple[list[str], int]:
     return [part for part in FORMS[form](text) if part], 1
 
 
-def parse_json(row: str, where: str) -> Any:
-    """The value of one line of JSON."""
-    try:
-        return json.loads(row)
-    except (ValueError, RecursionError) as cause:
-        raise UserError(f"{where}: not JSON ({getattr(cause, 'msg', 'nested too deeply')})") from None
-
-
 def _of_json(row: str, where: str) -> str:
     """The text in one line of JSON; of several turns (Spec-Bench), the first one."""
-    record = parse_json(row, where)
+    record = json_value(row, where)
     key = next((key for key in KEYS if isinstance(record, dict) and record.get(key)), None)
     if key is None:
         raise UserError(f"{where}: expected an object with one of {', '.join(KEYS)}")

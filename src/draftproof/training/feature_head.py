@@ -28,6 +28,7 @@ from draftproof.backends.model_info import end_tokens
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.head import FollowingModel, following_drafter
 from draftproof.engine.engine import Engine
+from draftproof.engine.stats import total_stats
 from draftproof.errors import UserError
 from draftproof.files import whole_directory, write_json
 from draftproof.progress import Watch, silent
@@ -41,7 +42,7 @@ from draftproof.training.feature_options import FORMATS, FeatureJob
 from draftproof.training.feature_rows import Row, StateRows, Store, frequent, windows
 from draftproof.training.loop import Record, train
 from draftproof.training.responses import instruction_ids, sample_responses
-from draftproof.training.sweep import pass_costs, total_stats
+from draftproof.training.sweep import pass_costs
 
 _BATCH = 32  # number of answers that are sampled at once, so that the weights are read once for all of them
 _COUNTED = 4000  # least number of windows of text in which tokens are counted

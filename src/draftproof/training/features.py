@@ -21,14 +21,13 @@ import torch
 from jaxtyping import Float, Float16, Int
 from torch import Tensor
 
-from draftproof.backends.base import Backend, Feed
+from draftproof.backends.base import Backend, outputs_along
 from draftproof.drafters.draft_model import DraftModel, fit_width
 from draftproof.progress import Watch, silent
 from draftproof.rng import TorchRng, fold
 from draftproof.sampling import SamplingParams, Transforms, check_logits, probabilities
 from draftproof.training.responses import Response
 from draftproof.training.shards import SHARD, shard
-from draftproof.tree import TokenTree
 
 BATCH = 8  # number of sequences in a forward pass
 _LEAST = 1e-30
@@ -104,18 +103,8 @@ class ModelPair:
     def _read(
         self, model: Backend, rows: Sequence[Response], *, hidden: bool
     ) -> list[tuple[Float[Tensor, "tokens vocab"], Float[Tensor, "tokens dim"]]]:
-        sessions = [model.open() for _ in rows]
-        try:
-            feeds = [
-                Feed(session, row.prompt, TokenTree.chain(torch.tensor(row.tokens, device=model.device)))
-                for session, row in zip(sessions, rows, strict=True)
-            ]
-            outputs = model.forward(feeds, hidden=hidden)
-        finally:
-            for session in sessions:
-                session.close()
         read = []
-        for output in outputs:
+        for output in outputs_along(model, [row.prompt for row in rows], [row.tokens for row in rows], hidden=hidden):
             logits = fit_width(output.logits, self.target.vocab_size, output.ids)
             check_logits(logits, model.name)
             state = logits if output.hidden is None else output.hidden

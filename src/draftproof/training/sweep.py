@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import make_verifier
 from draftproof.engine.request import Output
-from draftproof.engine.stats import Stats
+from draftproof.engine.stats import Stats, total_stats
 from draftproof.errors import refuse_unknown
 from draftproof.heads import Head
 from draftproof.progress import Watch, silent
@@ -59,14 +59,6 @@ class Trial:
     def rates(self, stopper: Stopper, rule: str) -> dict[str, Any]:
         """The rates of `rates` for a stopper and a verification rule."""
         return rates(self.run(stopper, rule))
-
-
-def total_stats(each: Iterable[Stats]) -> Stats:
-    """Counts and seconds added up."""
-    total = Stats()
-    for one in each:
-        total.add(one)
-    return total
 
 
 def rates(outputs: Sequence[Output]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftproof.errors import UserError
+from draftproof.errors import refuse_unknown
 from draftproof.sampling import SamplingParams
 
 LONGEST_MINIMUM = 24  # tokens that the check min_tokens asks for
@@ -33,19 +33,14 @@ SCHEMA = {
 
 @dataclass(frozen=True)
 class Check:
-    """One kind of requests, and what it looks for.
-
-    Attributes:
-        fields: of the request, besides the prompt and what all requests have.
-        seeded: whether each request has a seed of its own.
-        form: name of the form that a finished answer must have: "regex", "schema" or "".
-    """
+    """One kind of requests, and what it looks for."""
 
     name: str
     about: str
+    # Of the request, besides the prompt and what all requests have.
     fields: Mapping[str, Any] = field(default_factory=dict)
-    seeded: bool = False
-    form: str = ""
+    seeded: bool = False  # whether each request has a seed of its own
+    form: str = ""  # name of the form that a finished answer must have: "regex", "schema" or ""
 
     def request(self, max_tokens: int) -> dict[str, Any]:
         """The fields of a request, besides its prompt."""
@@ -104,8 +99,7 @@ NAMES = tuple(checks_for((0, 1, 2)))
 def chosen(names: Sequence[str]) -> list[str]:
     """The names of the checks that were asked for; all without a name."""
     for name in names:
-        if name not in NAMES:
-            raise UserError(f"check: expected one of {', '.join(NAMES)}, got {name!r}")
+        refuse_unknown("check", name, NAMES)
     return list(dict.fromkeys(names)) or list(NAMES)
 
 

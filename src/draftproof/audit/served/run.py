@@ -72,32 +72,22 @@ class Options:
 
 @dataclass
 class Finding:
-    """The result of one check.
-
-    Attributes:
-        verdict: "ok": no fault, and faults of the stated size are excluded, all kinds that the budget is enough for;
-            "FAIL"; "open": no fault, and some of these kinds are not excluded yet; "refused": by the server.
-        why: of the verdict, in a sentence.
-        answers, tokens: that were scored.
-        left_out: answers whose tokens could not be known.
-        evidence: of the sequential test; empty for checks of the form only.
-        slack: of each kind.
-        needed: for each kind, about how many tokens it takes to find it in the stated share; None for never.
-        broken: what single answers break, with the number of the answer.
-        examples: requests to reproduce.
-    """
+    """The result of one check."""
 
     check: Check
+    # "ok": no fault, and faults of the stated size are excluded, all kinds that the budget is enough for; "FAIL";
+    # "open": no fault, and some of these kinds are not excluded yet; "refused": by the server.
     verdict: str = OPEN
-    why: str = ""
-    answers: int = 0
-    tokens: int = 0
-    left_out: int = 0
-    evidence: dict[str, Any] = field(default_factory=dict)
-    slack: dict[str, float] = field(default_factory=dict)
+    why: str = ""  # of the verdict, in a sentence
+    answers: int = 0  # that were scored
+    tokens: int = 0  # of them
+    left_out: int = 0  # answers whose tokens could not be known
+    evidence: dict[str, Any] = field(default_factory=dict)  # of the sequential test; empty for checks of the form only
+    slack: dict[str, float] = field(default_factory=dict)  # of each kind
+    # For each kind, about how many tokens it takes to find it in the stated share; None for never.
     needed: dict[str, float | None] = field(default_factory=dict)
-    broken: list[str] = field(default_factory=list)
-    examples: list[dict[str, Any]] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)  # what single answers break, with the number of the answer
+    examples: list[dict[str, Any]] = field(default_factory=list)  # requests to reproduce
 
     def to_dict(self) -> dict[str, Any]:
         """Values for JSON."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftproof import models
 from draftproof.audit.served.kinds import FLOOR, Answer, Maker, reference
-from draftproof.backends.base import Backend, Feed
+from draftproof.backends.base import Backend, outputs_along
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
@@ -21,7 +21,6 @@ from draftproof.backends.model_info import end_tokens
 from draftproof.errors import UserError
 from draftproof.grammar import Grammars
 from draftproof.sampling import SamplingParams, Transforms
-from draftproof.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -104,18 +103,7 @@ class Reference:
 def _rows(
     backend: Backend, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> list[Float[Tensor, "tokens vocab"]]:
-    sessions = [backend.open() for _ in prompts]
-    try:
-        feeds = [
-            Feed(session, list(prompt), TokenTree.chain(torch.tensor(list(answer[:-1]), device=backend.device)))
-            if len(answer) > 1
-            else Feed(session, list(prompt))
-            for session, prompt, answer in zip(sessions, prompts, answers, strict=True)
-        ]
-        return [output.logits.float().cpu() for output in backend.forward(feeds)]
-    finally:
-        for session in sessions:
-            session.close()
+    return [each.logits.float().cpu() for each in outputs_along(backend, prompts, [answer[:-1] for answer in answers])]
 
 
 def gaps(answer: Answer) -> list[Gap]:

@@ -63,9 +63,6 @@ def cluster_answers(
         options: of the rows.
         workers: engines; by default one for each GPU, or for each node where there is none.
         rows: about how many there are; few are divided into smaller pieces.
-
-    Raises:
-        UserError: the cluster cannot be reached, or no worker can load the model.
     """
     if workers is not None and workers < 1:
         raise UserError(f"workers: expected 1 or more, got {workers}")

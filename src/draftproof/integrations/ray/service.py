@@ -22,8 +22,7 @@ from draftproof.server.auth import Keys
 from draftproof.server.entrance import Asked, Entrance, Lost, answered, refusal, whole
 from draftproof.server.logs import start_logging
 from draftproof.server.metrics import together
-from draftproof.server.run import use_template
-from draftproof.server.settings import Settings, served_name
+from draftproof.server.settings import Settings
 
 _ROUTER = "draftproof.integrations.ray.router.PrefixRouter"
 _REMEMBERED = 4_000_000  # characters of prompts that the router compares with
@@ -40,10 +39,7 @@ class Replica:
     ) -> None:
         start_logging(as_json=settings.json_logs)
         loaded = await asyncio.to_thread(Engine.load, target, draft, **engine)
-        if settings.chat_template is not None:
-            use_template(loaded, settings.chat_template)
-        name = served_name(target, settings.served_model_name)
-        self._server = Server(loaded, settings, name, hidden=[target, draft or target])
+        self._server = Server.named(loaded, settings, target, draft)
         self._app = make_app(self._server, keys)
         self._name = serve.get_replica_context().replica_id.unique_id.encode()
         self._lifespan = self._app.router.lifespan_context(self._app)
@@ -141,6 +137,30 @@ def _metrics(answers: Iterable[Sequence[Message]]) -> Sequence[Message]:
     return whole(HTTPStatus.OK, {"content-type": CONTENT_TYPE_LATEST}, together(pages, "replica"))
 
 
+def _number_of(replicas: int, most: int | None, batch: int) -> dict[str, Any]:
+    """How many replicas there are, as Ray Serve takes it."""
+    if replicas < 1 or (most is not None and most < replicas):
+        raise UserError(f"expected 1 <= replicas <= max_replicas, got replicas={replicas} and max_replicas={most}")
+    if most is None:
+        return {"num_replicas": replicas}
+    return {
+        "autoscaling_config": {"min_replicas": replicas, "max_replicas": most, "target_ongoing_requests": batch},
+    }
+
+
+def _routed_by_prefix(batch: int) -> RequestRouterConfig:
+    """How an entrance chooses a replica; `batch` more requests than another has outweigh a prompt's beginning."""
+    return RequestRouterConfig(
+        request_router_class=_ROUTER,
+        request_router_kwargs={
+            "imbalanced_threshold": batch,
+            "do_eviction": True,
+            "eviction_threshold_chars": _REMEMBERED,
+            "eviction_target_chars": _REMEMBERED * 9 // 10,
+        },
+    )
+
+
 def deployment(
     target: str,
     draft: str | None = None,
@@ -178,45 +198,21 @@ def deployment(
     Raises:
         UserError: numbers out of range.
     """
-    if replicas < 1 or (max_replicas is not None and max_replicas < replicas):
-        raise UserError(
-            f"expected 1 <= replicas <= max_replicas, got replicas={replicas} and max_replicas={max_replicas}"
-        )
     settings, options = settings or Settings(), dict(engine or {})
     batch = int(options.get("max_batch", 8))
-    number: dict[str, Any] = {"num_replicas": replicas}
-    if max_replicas is not None:
-        scaling = {"min_replicas": replicas, "max_replicas": max_replicas, "target_ongoing_requests": batch}
-        number = {"autoscaling_config": scaling}
     shared = {"graceful_shutdown_wait_loop_s": 0.5, "graceful_shutdown_timeout_s": settings.drain_timeout + 5.0}
-    router = RequestRouterConfig(
-        request_router_class=_ROUTER,
-        request_router_kwargs={
-            "imbalanced_threshold": batch,
-            "do_eviction": True,
-            "eviction_threshold_chars": _REMEMBERED,
-            "eviction_target_chars": _REMEMBERED * 9 // 10,
-        },
-    )
     made = serve.deployment(
         Replica,
         ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
         max_ongoing_requests=2 * (batch + settings.max_waiting),
-        request_router_config=router,
+        request_router_config=_routed_by_prefix(batch),
         health_check_period_s=2,
         max_surge_percent=max_surge_percent,
-        **number,
+        **_number_of(replicas, max_replicas, batch),
         **shared,
     )
-    entrance = serve.deployment(
-        serve.ingress()(Front),
-        name="Entrance",
-        num_replicas=entrances,
-        max_surge_percent=100,
-        ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=1000,
-        **shared,
-    )
+    front = {"name": "Entrance", "num_replicas": entrances, "max_surge_percent": 100, "max_ongoing_requests": 1000}
+    entrance = serve.deployment(serve.ingress()(Front), ray_actor_options={"num_cpus": 0}, **front, **shared)
     allowed = Keys(keys)  # their digests: arguments of deployments are kept in Ray's state
     at_once = (max_replicas or replicas) * (batch + settings.max_waiting) + _READ_AT_ONCE
     return entrance.bind(made.bind(target, draft, options, settings, allowed), settings, allowed, at_once)

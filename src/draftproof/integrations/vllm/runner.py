@@ -50,17 +50,12 @@ def constrain(original: Callable[..., Tensor], logits: Tensor, cu_num_draft_toke
 
 @dataclass
 class Round:
-    """What is known of the round in which a function of vLLM is called.
+    """What is known of the round in which a function of vLLM is called."""
 
-    Attributes:
-        runner: the model runner.
-        metadata: vLLM's data on the drafts of the round; None without speculative decoding, and while drafting.
-        drawn: while drafting, the number of tokens that a draft model has drawn for each request.
-    """
-
-    runner: Any
+    runner: Any  # the model runner
+    # VLLM's data on the drafts of the round; None without speculative decoding, and while drafting.
     metadata: Any = None
-    drawn: int = 0
+    drawn: int = 0  # while drafting, the number of tokens that a draft model has drawn for each request
 
     @property
     def rule(self) -> str | None:

@@ -9,9 +9,9 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from pydantic import BaseModel
 
+from draftproof.backends.translation.token_map import token_bytes
 from draftproof.draft import Origin
 from draftproof.sampling import TokenLogprob
-from draftproof.server.api.token_text import TokenText
 from draftproof.server.errors import ApiError
 from draftproof.server.parse_request import ParsedRequest
 from draftproof.server.schemas import (
@@ -41,29 +41,21 @@ class Parts:
 
 @dataclass
 class Continuation:
-    """One continuation as far as it has come, with what each new piece adds.
-
-    Attributes:
-        token_ids: all tokens, of which the first `reasoning_tokens` belong to the reasoning.
-        logprobs: of the tokens of the answer itself.
-        finish_reason: why it ended; empty while it goes on.
-        predicted: accepted tokens of the prediction.
-        reused: tokens of the prompt that were taken over from other requests.
-        tools: divides text and calls; None where no tool can be called.
-    """
+    """One continuation as far as it has come, with what each new piece adds."""
 
     reasoning: str = ""
     text: str = ""
     calls: list[CallPart] = field(default_factory=list)
+    # All tokens, of which the first `reasoning_tokens` belong to the reasoning.
     token_ids: list[int] = field(default_factory=list)
     reasoning_tokens: int = 0
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the tokens of the answer itself
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: str = ""
+    finish_reason: str = ""  # why it ended; empty while it goes on
     stop_reason: int | str | None = None
-    predicted: int = 0
-    reused: int = 0
-    tools: ToolReader | None = None
+    predicted: int = 0  # accepted tokens of the prediction
+    reused: int = 0  # tokens of the prompt that were taken over from other requests
+    tools: ToolReader | None = None  # divides text and calls; None where no tool can be called
 
     def add(self, piece: Piece) -> Parts:
         """Add a piece, and say what it adds."""
@@ -96,29 +88,21 @@ class Continuation:
 
 @dataclass
 class Answer:
-    """What all answers to one request share, and its continuations.
-
-    Attributes:
-        parsed: what was asked.
-        token_text: text of a token, for log-probabilities.
-        with_drafts: whether a stream's chunks say which tokens were drafted.
-        echo: whether the prompt's text comes first.
-        as_ids: whether log-probabilities name tokens by their ids: texts of different tokens may be equal.
-        prompt_top: the number of likeliest tokens at each place of the prompt that are wanted; None for nothing.
-        prompts_shown: what is said of the tokens of each prompt, as far as it is made.
-    """
+    """What all answers to one request share, and its continuations."""
 
     id: str
     model: str
-    parsed: ParsedRequest
-    token_text: TokenText
+    parsed: ParsedRequest  # what was asked
+    token_text: TokenText  # text of a token, for log-probabilities
     with_ids: bool
-    with_drafts: bool = False
-    echo: bool = False
-    as_ids: bool = False
+    with_drafts: bool = False  # whether a stream's chunks say which tokens were drafted
+    echo: bool = False  # whether the prompt's text comes first
+    as_ids: bool = False  # whether log-probabilities name tokens by their ids: texts of different tokens may be equal
+    # The number of likeliest tokens at each place of the prompt that are wanted; None for nothing.
     prompt_top: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     continuations: list[Continuation] = field(default_factory=list)
+    # What is said of the tokens of each prompt, as far as it is made.
     prompts_shown: dict[int, PromptLogprobs] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -238,23 +222,48 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class Endpoint(Generic[_Body]):
-    """A path that requests for answers are sent to, with the kind of their body.
-
-    Attributes:
-        prefix: what the answer's id begins with.
-        asked: what a body asks, in the words of OpenAI's endpoints.
-        form: of the answer to a body.
-        lenient: whether fields that are not known are left out, as the clients of this API expect.
-    """
+    """A path that requests for answers are sent to, with the kind of their body."""
 
     path: str
     body: type[_Body]
-    prefix: str
-    asked: Callable[[_Body], SamplingFields]
-    form: Callable[[_Body], Form]
-    lenient: bool = False
+    prefix: str  # what the answer's id begins with
+    asked: Callable[[_Body], SamplingFields]  # what a body asks, in the words of OpenAI's endpoints
+    form: Callable[[_Body], Form]  # of the answer to a body
+    lenient: bool = False  # whether fields that are not known are left out, as the clients of this API expect
 
 
 def itself(body: Any) -> Any:
     """What a body asks where it is OpenAI's."""
     return body
+
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class TokenText:
+    """The text of single tokens and of several."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __call__(self, token: int) -> str:
+        """Of one token inside a text, special ones included: some tokenizers leave out a blank at the start."""
+        if token not in self._known:
+            self._known[token] = self.joined([token, token])[len(self.joined([token])) :]
+        return self._known[token]
+
+    def content(self, token: int) -> bytes:
+        """The bytes of a token, also where they are a part of a character."""
+        return token_bytes(str(self._tokenizer.convert_ids_to_tokens(token)), self(token))
+
+    def named(self, token: int) -> str:
+        """The text of one token; OpenAI's form of its bytes where they are a part of a character."""
+        text = self(token)
+        if _REPLACEMENT not in text or (content := self.content(token)) == text.encode():
+            return text
+        return "bytes:" + "".join(f"\\x{each:02x}" for each in content)
+
+    def joined(self, tokens: Sequence[int]) -> str:
+        """Of several in a row."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -37,19 +37,12 @@ _TOOL = {
 
 @dataclass(frozen=True)
 class Taught:
-    """What a chat template teaches of calls.
+    """What a chat template teaches of calls."""
 
-    Attributes:
-        dialect: that reproduces its rendering of a call; None where none does.
-        why: there is none.
-        as_text: whether the template takes arguments as JSON text only, and not as objects.
-        renders: whether the template writes the calls of earlier messages at all.
-    """
-
-    dialect: Dialect | None
-    why: str = ""
-    as_text: bool = False
-    renders: bool = True
+    dialect: Dialect | None  # that reproduces its rendering of a call; None where none does
+    why: str = ""  # there is none
+    as_text: bool = False  # whether the template takes arguments as JSON text only, and not as objects
+    renders: bool = True  # whether the template writes the calls of earlier messages at all
 
 
 _known: weakref.WeakKeyDictionary[Any, dict[str, Taught]] = weakref.WeakKeyDictionary()

@@ -49,39 +49,27 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """How a family of models writes calls: each is a name and arguments, with fixed texts around them.
+    """How a family of models writes calls: each is a name and arguments, with fixed texts around them."""
 
-    Attributes:
-        name: as `--tool-format` has it.
-        marker: what tells calls from text; empty where calls are all of the answer and text begins in another way.
-        opening: what stands between the marker and the first call.
-        head: what stands before the name of a function.
-        middle: what stands between the name and the arguments.
-        tail: what stands after the arguments.
-        between: what stands between two calls.
-        closing: what stands after all of them.
-        plain: what stands before a text in place of calls.
-        earlier: what stands before and after the name in calls of earlier messages, where templates write it otherwise.
-        parallel: whether an answer may hold several calls.
-        ids: of calls, as chat templates take them: any, `short` ones of nine letters and digits, or `numbered` as in
-            `functions.NAME:0`.
-        signs: a chat template that has all of these, and writes no call itself, teaches this dialect; none for never.
-    """
-
-    name: str
+    name: str  # as `--tool-format` has it
     models: str
+    # What tells calls from text; empty where calls are all of the answer and text begins in another way.
     marker: str = ""
-    opening: str = ""
-    head: str = ""
-    middle: str = ""
+    opening: str = ""  # what stands between the marker and the first call
+    head: str = ""  # what stands before the name of a function
+    middle: str = ""  # what stands between the name and the arguments
     arguments: Arguments = JsonArguments()  # noqa: RUF009 - it has no state
-    tail: str = ""
-    between: str = ""
-    closing: str = ""
-    plain: str = ""
+    tail: str = ""  # what stands after the arguments
+    between: str = ""  # what stands between two calls
+    closing: str = ""  # what stands after all of them
+    plain: str = ""  # what stands before a text in place of calls
+    # What stands before and after the name in calls of earlier messages, where templates write it otherwise.
     earlier: tuple[str, str] | None = None
-    parallel: bool = True
+    parallel: bool = True  # whether an answer may hold several calls
+    # Of calls, as chat templates take them: any, `short` ones of nine letters and digits, or `numbered` as in
+    # `functions.NAME:0`.
     ids: str = "any"
+    # A chat template that has all of these, and writes no call itself, teaches this dialect; none for never.
     signs: tuple[str, ...] = ()
 
     @property
@@ -147,6 +135,15 @@ _GEMMA = Notation(('<|"|>',), ":", ":", ",", quoted_names=False, words=False)
 _FUNCTION_GEMMA = Notation(("<escape>",), ":", ":", ",", quoted_names=False, words=False)
 
 _mistral = partial(Dialect, marker="[TOOL_CALLS]", ids="short")  # the first ones write a list, later ones each call
+_mistral_list = partial(
+    _mistral, head='{"name": "', middle='", "arguments": ', tail=', "id": "{id}"}', between=", ", closing="]"
+)
+_python_list = partial(
+    Dialect, opening="[", middle="(", arguments=LiteralArguments(_PYTHON, ")"), tail=")", between=", "
+)
+_olmo = partial(
+    Dialect, marker="<function_calls>", middle="(", arguments=LiteralArguments(_OLMO, ")"), tail=")", between="\n"
+)
 DIALECTS = {
     each.name: each
     for each in (
@@ -231,26 +228,11 @@ DIALECTS = {
             models="Mistral models whose template writes the name right before the arguments",
             between="[TOOL_CALLS]",
         ),
-        _mistral(
-            name="mistral",
-            models="Mistral 7B v0.3, Mixtral 8x22B",
-            opening=" [",
-            head='{"name": "',
-            middle='", "arguments": ',
-            tail=', "id": "{id}"}',
-            between=", ",
-            closing="]",
-            signs=("[TOOL_CALLS]",),
-        ),
-        _mistral(
+        _mistral_list(name="mistral", models="Mistral 7B v0.3, Mixtral 8x22B", opening=" [", signs=("[TOOL_CALLS]",)),
+        _mistral_list(
             name="mistral-nemo",
             models="Mistral Nemo, Large and Small of 2024",
             opening="[",
-            head='{"name": "',
-            middle='", "arguments": ',
-            tail=', "id": "{id}"}',
-            between=", ",
-            closing="]",
             signs=("[TOOL_CALLS][",),
         ),
         Dialect(
@@ -337,61 +319,31 @@ DIALECTS = {
             between="<start_function_call>",
             signs=("<start_function_call>",),
         ),
-        Dialect(
+        _python_list(
             name="lfm2",
             models="LFM2, LFM2.5",
             marker="<|tool_call_start|>",
-            opening="[",
-            middle="(",
-            arguments=LiteralArguments(_PYTHON, ")"),
-            tail=")",
-            between=", ",
             closing="]<|tool_call_end|>",
             signs=("<|tool_list_start|>",),
         ),
-        Dialect(
-            name="olmo",
-            models="OLMo 3",
-            marker="<function_calls>",
-            middle="(",
-            arguments=LiteralArguments(_OLMO, ")"),
-            tail=")",
-            between="\n",
-            closing="</function_calls>",
-            signs=("<function_calls>",),
-        ),
-        Dialect(
+        _olmo(name="olmo", models="OLMo 3", closing="</function_calls>", signs=("<function_calls>",)),
+        _olmo(
             name="olmo-lines",
             models="OLMo 3 with a template that puts the tags on lines of their own",
-            marker="<function_calls>",
             opening="\n",
-            middle="(",
-            arguments=LiteralArguments(_OLMO, ")"),
-            tail=")",
-            between="\n",
             closing="\n</function_calls>",
             signs=("<function_calls>\n",),
         ),
-        Dialect(
+        _python_list(
             name="llama4",
             models="Llama 4 with tags",
             marker="<|python_start|>",
-            opening="[",
-            middle="(",
-            arguments=LiteralArguments(_PYTHON, ")"),
-            tail=")",
-            between=", ",
             closing="]<|python_end|>",
             signs=("<|python_start|>[",),
         ),
-        Dialect(
+        _python_list(
             name="pythonic",
             models="Llama 3.2 and 4 with a template for Python's calls",
-            opening="[",
-            middle="(",
-            arguments=LiteralArguments(_PYTHON, ")"),
-            tail=")",
-            between=", ",
             closing="]",
             signs=("[func_name1(",),
         ),

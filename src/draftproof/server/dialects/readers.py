@@ -181,24 +181,16 @@ class TaggedReader(Reader):
 
 @dataclass(frozen=True)
 class Notation:
-    """How values are written that are no JSON.
+    """How values are written that are no JSON."""
 
-    Attributes:
-        quotes: around texts: Python's, in which letters are escaped, or one that cannot stand in a text. The first one
-            is written, all are read.
-        sign: between the name of an argument and its value.
-        colon: between a name and its value in an object.
-        comma: between two of anything.
-        quoted_names: whether names in objects are texts, too.
-        words: whether these are Python's: True, False, None.
-    """
-
+    # Around texts: Python's, in which letters are escaped, or one that cannot stand in a text. The first one is
+    # written, all are read.
     quotes: tuple[str, ...]
-    sign: str
-    colon: str
-    comma: str
-    quoted_names: bool
-    words: bool
+    sign: str  # between the name of an argument and its value
+    colon: str  # between a name and its value in an object
+    comma: str  # between two of anything
+    quoted_names: bool  # whether names in objects are texts, too
+    words: bool  # whether these are Python's: True, False, None
 
 
 class LiteralReader(Reader):

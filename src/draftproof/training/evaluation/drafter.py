@@ -19,6 +19,7 @@ from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.backends.model_info import end_tokens
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.stats import total_stats
 from draftproof.errors import UserError
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts, without_directory
@@ -29,7 +30,7 @@ from draftproof.training.evaluation.pair import about
 from draftproof.training.feature_loss import Frame, acceptance, target_rows
 from draftproof.training.feature_rows import Row, StateRows, Store, windows
 from draftproof.training.responses import instruction_ids
-from draftproof.training.sweep import pass_costs, total_stats
+from draftproof.training.sweep import pass_costs
 
 HEAD, UNTRAINED, LOOKUP = "feature head", "the same, untrained", "lookup"
 TEXT, ANSWERS = "held-out text", "own answers"
