@@ -9,6 +9,7 @@ underscore are shared by commands.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -149,6 +150,15 @@ def _root(
     """Speculative decoding for any Hugging Face causal language model: faster, with its own output distribution."""
 
 
+def _prepare_streams() -> None:
+    """Let any text be written: to nowhere if the caller closed the stream, escaped if its encoding lacks a character."""
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as Python has it for stderr
+
+
 def main() -> None:
     """Entry point of the console script."""
+    _prepare_streams()
     app(prog_name="draftproof")
