@@ -617,7 +617,8 @@ def test_text_that_stdout_cannot_hold_is_escaped(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     with pytest.raises(SystemExit):
         main()
-    print("h\u00e9 \U0001f600", flush=True)
+    sys.stdout.write("h\u00e9 \U0001f600")
+    sys.stdout.flush()
     assert written.getvalue().splitlines()[1:] == [rb"h\xe9 \U0001f600"]
 
 

@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -151,9 +152,9 @@ def _root(
 
 
 def _prepare_streams() -> None:
-    """Let any text be written: to nowhere if the caller closed the stream, escaped if its encoding lacks a character."""
-    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
-    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    """Let any text be written: to nowhere if the stream is closed, escaped if its encoding lacks a character."""
+    sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - as long as the process
+    sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as Python has it for stderr
 
