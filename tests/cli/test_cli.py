@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import io
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from draftproof import Engine, SamplingParams, UserError, __version__, models, native, sampling
-from draftproof.cli import COMMANDS, _compare, app
+from draftproof.cli import COMMANDS, _compare, app, main
 from draftproof.cli._options import field_help
 from draftproof.cli._sampling import SAMPLING
 from draftproof.embedded import draft_dir, target_dir
@@ -608,6 +609,26 @@ def test_compare_says_nothing_of_tokens_when_sampling(monkeypatch):
     found = objects(generate(*args, "--json"))
     assert [each["compare"]["identical"] for each in found] == [None, None]
     assert "identical" not in generate(*args).stderr
+
+
+def test_text_that_stdout_cannot_hold_is_escaped(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "argv", ["draftproof", "--version"])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    with pytest.raises(SystemExit):
+        main()
+    sys.stdout.write("h\u00e9 \U0001f600")
+    sys.stdout.flush()
+    assert written.getvalue().splitlines()[1:] == [rb"h\xe9 \U0001f600"]
+
+
+def test_closed_streams_swallow_what_is_written(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["draftproof", "generate", STORY, "--max-tokens", "2"])
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
 
 
 # --- whole processes -------------------------------------------------------------------------------------------------

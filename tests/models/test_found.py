@@ -128,7 +128,7 @@ def test_models_of_ollama(home):
 def test_what_is_on_this_disk(home):
     blob = in_ollama(home)
     (first, *_) = in_hub(home, *FILES[2:4])
-    studio = put(home / ".lmstudio/models/bob/x/y-Q4_0.gguf")
+    (studio, *_) = [put(home / f".lmstudio/models/bob/x/y-0000{number}-of-00002.gguf") for number in (1, 2)]
     put(home / ".lmstudio/models/bob/x/mmproj-y.gguf")
     found = {(each.keeper, each.name): each.path for each in found_files()}
     assert found == {
@@ -137,8 +137,19 @@ def test_what_is_on_this_disk(home):
         ("hub cache", str(first)): first,
     }
     made = CliRunner().invoke(app, ["models", "list", "--found", "--json"])
-    assert {row["path"] for row in json.loads(made.stdout)} == {str(path) for path in found.values()}
+    sizes = {row["path"]: row["bytes"] for row in json.loads(made.stdout)}
+    assert sizes == {str(blob): 13, str(studio): 26, str(first): 26}, "those of all parts"
     assert "ollama:llama3.2:1b  (Ollama, 0.00 GB)" in CliRunner().invoke(app, ["models", "list", "--found"]).stdout
+
+
+def test_links_to_files_that_are_gone_are_no_models(home):
+    (kept,) = in_hub(home, "x-Q4_K_M.gguf")
+    for link in (kept.with_name("x-Q8_0.gguf"), home / ".lmstudio/models/bob/x/y-Q4_0.gguf"):
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(home / "gone")
+    assert [each.path for each in found_files()] == [kept]
+    with pytest.raises(UserError, match=r"x-GGUF:Q8_0 is not on this machine.*that are here: x-Q4_K_M\.gguf\)"):
+        resolve_file("bob/x-GGUF:Q8_0")
 
 
 def test_nothing_is_on_this_disk(home):

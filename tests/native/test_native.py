@@ -1100,11 +1100,13 @@ needs_a_build = pytest.mark.skipif(not LEVELS, reason="no native operations on t
 
 @needs_a_build
 @pytest.mark.builds
-def test_the_library_is_built_once_and_kept(fresh, tmp_path):
+def test_the_library_is_built_once_and_kept(fresh, tmp_path, caplog):
+    caplog.set_level("INFO", logger="draftproof")
     fresh.setattr(
         library, "_FLAGS", ("-O0", *(flag for flag in library._FLAGS if flag != "-O3"))
     )  # a third of the time
     assert layout() == "native"
+    assert "compiling native code" in caplog.text, "it takes a while"
     (made,) = (tmp_path / "native").iterdir()
     assert made.stat().st_mode & 0o077 == 0
     assert made.parent.stat().st_mode & 0o077 == 0

@@ -650,6 +650,7 @@ REFUSED = [
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0.type", "reads text only"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role", "Input should be"),
     ({"input": [{"role": "user", "content": "x", "foo": 1}]}, "foo", "input.0.foo is not supported"),
+    ({"input": [{"role": "user", "content": "x", "model": "m"}]}, "model", "input.0.model is not supported"),
     ({"input": []}, "input", "at least 1"),
     ({"input": None}, "input", "required"),
     ({"foo": 1}, "foo", "not supported"),

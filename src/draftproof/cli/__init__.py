@@ -9,10 +9,12 @@ underscore are shared by commands.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import traceback
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -149,6 +151,15 @@ def _root(
     """Speculative decoding for any Hugging Face causal language model: faster, with its own output distribution."""
 
 
+def _prepare_streams() -> None:
+    """Let any text be written: to nowhere if the stream is closed, escaped if its encoding lacks a character."""
+    sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - as long as the process
+    sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as Python has it for stderr
+
+
 def main() -> None:
     """Entry point of the console script."""
+    _prepare_streams()
     app(prog_name="draftproof")

@@ -41,7 +41,7 @@ def resolve_file(name: str) -> str:
     if name.startswith(OLLAMA):
         return str(_of_ollama(name.removeprefix(OLLAMA)))
     repository, kind = _parts(name)
-    held = {str(path.relative_to(folder)): path for folder in _snapshots(repository) for path in _files_in(folder)}
+    held = {str(path.relative_to(folder)): path for folder in _snapshots(repository) for path in files_in(folder)}
     chosen = _choose(held, kind)
     if chosen is None:
         raise UserError(
@@ -77,6 +77,22 @@ def found_files() -> list[FoundFile]:
     return [*_found_of_ollama(), *_found_of_lm_studio(), *_found_of_hub()]
 
 
+def files_in(folder: Path) -> list[Path]:
+    """Models among the GGUF files in a folder and below it; of a model in several files the first."""
+    return sorted(path for path in folder.rglob("*.gguf") if _is_of_model(path.stem) and path.is_file())
+
+
+def _is_of_model(stem: str) -> bool:
+    """Whether a name is that of a model or of its first part: not of a projector for images, or of a later part."""
+    later = _LATER_PART.search(stem) and not _FIRST_PART.search(stem)
+    return not later and not stem.lower().startswith("mmproj")
+
+
+def _nbytes(first: Path) -> int:
+    parts = _with_parts(first.name, (path.name for path in first.parent.iterdir()))
+    return sum((first.parent / part).stat().st_size for part in parts)
+
+
 # --- the hub ---------------------------------------------------------------------------------------------------------
 
 
@@ -90,13 +106,7 @@ def _choose(files: Iterable[str], kind: str) -> str | None:
     """The one file whose name has the kind as a word; of a model in several files the first part."""
     word = re.compile(rf"(?<![A-Za-z0-9]){re.escape(kind)}(?![A-Za-z0-9_])", re.IGNORECASE)
     stems = {file: PurePosixPath(file).name.removesuffix(".gguf") for file in files}
-    fitting = sorted(
-        file
-        for file, stem in stems.items()
-        if word.search(stem)
-        and not stem.lower().startswith("mmproj")
-        and (_FIRST_PART.search(stem) or not _LATER_PART.search(stem))
-    )
+    fitting = sorted(file for file, stem in stems.items() if word.search(stem) and _is_of_model(stem))
     if len(fitting) > 1:
         raise UserError(f"several files are {kind!r}: {', '.join(fitting)}; name one by its path")
     return fitting[0] if fitting else None
@@ -125,17 +135,12 @@ def _snapshots(repository: str) -> list[Path]:
     return sorted(found, key=lambda path: path.stat().st_mtime)
 
 
-def _files_in(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.gguf"))
-
-
 def _found_of_hub() -> Iterator[FoundFile]:
     for folder in sorted(_hub_cache().glob("models--*--*")):
         repository = folder.name.removeprefix("models--").replace("--", "/", 1)
         for snapshot in _snapshots(repository)[-1:]:
-            for path in _files_in(snapshot):
-                if not _LATER_PART.search(path.stem) or _FIRST_PART.search(path.stem):
-                    yield FoundFile(str(path), path, "hub cache", path.stat().st_size)
+            for path in files_in(snapshot):
+                yield FoundFile(str(path), path, "hub cache", _nbytes(path))
 
 
 # --- other programs --------------------------------------------------------------------------------------------------
@@ -190,6 +195,5 @@ def _found_of_ollama() -> Iterator[FoundFile]:
 
 def _found_of_lm_studio() -> Iterator[FoundFile]:
     for folder in (Path.home() / ".lmstudio" / "models", Path.home() / ".cache" / "lm-studio" / "models"):
-        for path in _files_in(folder) if folder.is_dir() else ():
-            if not path.name.lower().startswith("mmproj"):
-                yield FoundFile(str(path), path, "LM Studio", path.stat().st_size)
+        for path in files_in(folder):
+            yield FoundFile(str(path), path, "LM Studio", _nbytes(path))

@@ -279,6 +279,7 @@ def compile_library(
     found, failures = list(_compilers() if compilers is None else compilers), []
     if not found:
         raise UnavailableError("no C compiler was found (CC, cc, gcc, clang)")
+    _log.info("compiling native code for this kind of processor (%s): up to some minutes, once", level.name)
     for compiler in found:
         sources = map(str, sorted(SOURCES.glob("*.c")))
         command = [*compiler, *_FLAGS, *level.flags, *extra, *sources, "-lm", "-o", str(out)]

@@ -337,8 +337,10 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     names = [str(each) for each in first["loc"][1:] if isinstance(each, int) or each in fields]
     param = ".".join(name for name, _ in itertools.groupby(names)) or None  # the kind of a form stands there too
     if first["type"] == "extra_forbidden":
-        param = str(first["loc"][-1])[:100]
-        message = f"{'.'.join([*names, param])} is not supported: /openapi.json lists the fields that are"
+        field = first["loc"][-1]
+        param = str(field)[:100]
+        above = names[:-1] if field in fields else names  # a field of another kind of bodies
+        message = f"{'.'.join([*above, param])} is not supported: /openapi.json lists the fields that are"
     elif first["type"] == "union_tag_invalid":  # pydantic's own message repeats what was sent
         message = f"{param}: expected {first['ctx']['discriminator']} to be one of {first['ctx']['expected_tags']}"
     elif len(first["loc"]) == 1:
