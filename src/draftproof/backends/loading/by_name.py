@@ -28,6 +28,7 @@ from draftproof.backends.recurrent.mixers import mixers_of
 from draftproof.errors import UndraftableError, UserError, reason
 from draftproof.models.download import INSTALL_GGUF
 from draftproof.models.gguf_file import GGUFFile, generation_config, is_gguf
+from draftproof.native.threads import limit_threads
 
 BACKENDS = {
     "auto": "lean where the model has a lean forward (on CUDA: compiled), snapshot where it has recurrent layers, "
@@ -249,6 +250,7 @@ def load_model(
     Raises:
         UserError: nothing to load there, in one line.
     """
+    limit_threads()
     if attn_implementation not in (None, *ATTENTION):
         raise UserError(f"attn_implementation: expected one of {', '.join(ATTENTION)}, got {attn_implementation!r}")
     options: dict[str, Any] = {"dtype": parse_dtype(dtype), "trust_remote_code": trust_remote_code}

@@ -38,6 +38,7 @@ from draftproof.backends.new_weights import misfit
 from draftproof.errors import UserError
 from draftproof.models.gguf_file import GGUFFile, TensorEntry, generation_config
 from draftproof.native.operations import Operations
+from draftproof.native.threads import limit_threads
 
 _log = logging.getLogger(__name__)
 
@@ -151,6 +152,7 @@ def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> SlotBacke
     Raises:
         UserError: a mixture of experts that is not known here, since transformers does not read all its metadata.
     """
+    limit_threads()
     hybrid = file.get("general.architecture") in HYBRIDS
     read, kind = (read_hybrid, SnapshotBackend.kind) if hybrid else (read_model, LeanForward.kind)
     dtype = options.own_dtype(torch.float32, kind)
