@@ -7,7 +7,7 @@ A program is a llama-server that was built for this processor, named `llama.cpp`
 `pip install --target FOLDER openvino-genai` has put that package. DRAFT is a smaller file that drafts for FILE. Shapes
 have random blocks (scripts/measure_gguf.py), so nothing is drafted for them. For files, answers to questions and to
 requests that copy are measured, too, by every engine with each of its ways of drafting; all tokens are the most likely
-ones, each turn has other prompts, and what an engine knows of earlier ones it may use. Tokens a second of answers are
+ones, and each turn has other prompts. Tokens a second of answers are
 those of 64 tokens less those of one, with the same prompt.
 """
 
@@ -78,10 +78,10 @@ class Program:
         self._process = started(command, port, "/health")
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600)
 
-    def ask(self, prompts: Sequence[list[int]], tokens: int, **_: float) -> float:
+    def ask(self, **asked: Any) -> float:
         """Seconds for one prompt."""
-        (ids,) = prompts
-        body = worker.completion({"tokens": tokens, "temperature": 0.0}, ids)
+        (ids,), tokens = asked["prompts"], asked["tokens"]
+        body = worker.completion(asked, ids)
         start = time.perf_counter()
         answer = self._client.post("/v1/completions", json=body).raise_for_status()
         seconds = time.perf_counter() - start
@@ -104,10 +104,9 @@ def program(command: Sequence[str], arguments: Sequence[str], path: Path, draft:
     )
 
 
-def openvino(folder: str, arguments: Sequence[str], path: Path, draft: Path | None) -> Measured:
-    """OpenVINO GenAI; DRAFT as for `program`."""
-    command = [sys.executable, str(Path(__file__).with_name("serve_openvino.py")), str(path)]
-    command += [str(draft) if each == "DRAFT" else each for each in arguments]
+def openvino(folder: str, arguments: Sequence[str], path: Path, draft: Path | None) -> Measured:  # noqa: ARG001 - as others
+    """OpenVINO GenAI."""
+    command = [sys.executable, str(Path(__file__).with_name("serve_openvino.py")), str(path), *arguments]
     return Worker(command, {"PYTHONPATH": folder})
 
 
@@ -133,7 +132,7 @@ _PROGRAMS = {  # a lookup begins where the last 12 tokens come again, unless tol
         MODEL: ["-md", "DRAFT", "--spec-type", "draft"],
     },
 }
-_OPENVINO: dict[str, list[str]] = {NOTHING: [], REPEATS: ["--lookup"], MODEL: ["--draft", "DRAFT"]}
+_OPENVINO: dict[str, list[str]] = {NOTHING: [], REPEATS: ["--lookup"]}  # its draft models are no .gguf files
 
 
 def ways(options: Any) -> list[Way]:
@@ -181,35 +180,51 @@ def answering(seconds: Callable[..., float], prompts: Sequence[list[int]]) -> fl
     return TOKENS * len(spent) / sum(spent)
 
 
+def prompts_of(path: Path, turns: int) -> list[dict[str, list[list[int]]]]:
+    """Token ids of the questions of each turn, after one turn that warms up, with the file's own tokenizer."""
+    engine = ours(_OURS[NOTHING], path, None)
+    firsts = range(0, (turns + 1) * EACH, EACH)
+    made = [{name: engine.ask(set=each, first=first) for name, each in SETS.items()} for first in firsts]
+    engine.end()
+    return made
+
+
+def measured(way: Way, path: Path, draft: Path | None, sets: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """The figures of one turn; None where the engine does not read the file."""
+    try:
+        engine = way.start(path, draft)
+    except SystemExit as error:
+        print(f"{way.engine}, {way.drafts}: {error}", file=sys.stderr)
+        return None
+    try:
+        engine.ask(prompts=[ids_of(32)], tokens=16, temperature=0.0)
+        found = speeds(engine.ask) if way.drafts == NOTHING else {}
+        if sets:
+            for prompts in sets[0].values():
+                answering(engine.ask, prompts[:1])
+            found |= {name: answering(engine.ask, prompts) for name, prompts in sets[1].items()}
+    finally:
+        engine.end()
+    return found
+
+
 def measure(
     path: Path, chosen: Sequence[Way], options: Any, draft: Path | None, *, texts: bool
 ) -> list[dict[str, Any]]:
-    """All figures of one file, a row for each way; without figures where an engine does not read the file."""
-    rows = [{"engine": way.engine, "drafts": way.drafts, "file": path.name, "turns": []} for way in chosen]
-    pairs = list[tuple[dict[str, Any], Measured]]()
-    try:
-        for row, way in zip(rows, chosen, strict=True):
-            try:
-                engine = way.start(path, draft)
-                pairs.append((row, engine))
-                engine.ask(prompts=[ids_of(32)], tokens=16, temperature=0.0)
-            except SystemExit as error:
-                common.say(options, f"{way.engine}, {way.drafts}: {error}")
-                pairs = [pair for pair in pairs if pair[0] is not row]
-        for number in range(options.repeats):
-            sets = (
-                {name: pairs[0][1].ask(set=each, first=EACH * number) for name, each in SETS.items()} if texts else {}
-            )
-            for row, engine in pairs[::-1] if number % 2 else pairs:
-                turn = speeds(engine.ask) if row["drafts"] == NOTHING else {}
-                turn |= {name: answering(engine.ask, prompts) for name, prompts in sets.items()}
-                row["turns"].append(turn)
-                common.say(
-                    options, row["engine"], row["drafts"], {name: round(value, 1) for name, value in turn.items()}
-                )
-    finally:
-        for _, engine in pairs:
-            engine.end()
+    """All figures of one file, a row for each way. Each turn starts an engine anew: all at once may be too large."""
+    rows: list[dict[str, Any]] = [
+        {"engine": way.engine, "drafts": way.drafts, "file": path.name, "texts": texts, "turns": []} for way in chosen
+    ]
+    sets = prompts_of(path, options.repeats) if texts else []
+    for number in range(options.repeats):
+        pairs = list(zip(rows, chosen, strict=True))
+        for row, way in pairs[::-1] if number % 2 else pairs:
+            if number and not row["turns"]:
+                continue  # it is not read
+            turn = measured(way, path, draft, [sets[0], sets[number + 1]] if texts else [])
+            row["turns"] += [] if turn is None else [turn]
+            common.say(options, way.engine, way.drafts, {name: round(value, 1) for name, value in (turn or {}).items()})
+        time.sleep(options.rest)
     return rows
 
 
@@ -254,6 +269,7 @@ def main() -> None:
     parser.add_argument("--program", nargs="*", default=[], metavar="NAME=LLAMA_SERVER")
     parser.add_argument("--openvino", metavar="FOLDER")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rest", type=float, default=0.0, help="seconds after each turn, for others on the machine")
     options = parser.parse_args()
     for name in SPINNING:
         os.environ.pop(name, None)
@@ -265,12 +281,12 @@ def main() -> None:
             write_shape(path, name)
             common.say(options, "measuring", name)
             chosen = [way for way in every if way.drafts == NOTHING]
-            rows += [row | {"texts": False} for row in measure(path, chosen, options, None, texts=False)]
+            rows += measure(path, chosen, options, None, texts=False)
             path.unlink()
-    for path in (*options.files, *drafts):
+    for path in dict.fromkeys((*options.files, *drafts)):
         common.say(options, "measuring", path.name)
         chosen = [way for way in every if MODEL not in way.drafts or path in drafts]
-        rows += [row | {"texts": True} for row in measure(path, chosen, options, drafts.get(path), texts=True)]
+        rows += measure(path, chosen, options, drafts.get(path), texts=True)
     common.deliver(options, page(rows, options, facts))
 
 

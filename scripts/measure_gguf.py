@@ -354,11 +354,11 @@ class Worker:
     """
 
     def __init__(self, command: list[str], environment: Mapping[str, str | None] | None = None) -> None:
-        changed = os.environ | (environment or {})
-        environment = {name: value for name, value in changed.items() if value is not None}
+        changed: dict[str, str | None] = {**os.environ, **(environment or {})}
+        kept = {name: value for name, value in changed.items() if value is not None}
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=kept
         )
         self.first = self._line()
 

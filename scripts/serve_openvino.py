@@ -1,6 +1,6 @@
 """OpenVINO GenAI on a .gguf file, for scripts that compare engines: one JSON request a line, seconds for each.
 
-    PYTHONPATH=FOLDER python scripts/serve_openvino.py FILE.gguf [--lookup | --draft FILE.gguf]
+    PYTHONPATH=FOLDER python scripts/serve_openvino.py FILE.gguf [--lookup]
 
 FOLDER is where `pip install --target FOLDER openvino-genai` has put the package. The first line says that it is ready;
 a request has "prompts" (one list of token ids) and "tokens".
@@ -27,22 +27,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file")
     parser.add_argument("--lookup", action="store_true", help="drafts what followed the last tokens in the prompt")
-    parser.add_argument("--draft", help="a .gguf file that drafts")
     options = parser.parse_args()
     made: dict[str, Any] = {"INFERENCE_NUM_THREADS": len(os.sched_getaffinity(0))}
     if options.lookup:
         made["prompt_lookup"] = True
-    if options.draft:
-        made["draft_model"] = openvino_genai.draft_model(options.draft, "CPU")
     engine = openvino_genai.LLMPipeline(options.file, "CPU", **made)
     print("ready", flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         config = openvino_genai.GenerationConfig(do_sample=False, ignore_eos=True)
         config.max_new_tokens = config.min_new_tokens = asked["tokens"]
-        if options.lookup or options.draft:
-            config.num_assistant_tokens = DRAFTED
         if options.lookup:
+            config.num_assistant_tokens = DRAFTED
             config.max_ngram_size = NGRAM
         ids = openvino.Tensor(np.array(asked["prompts"], np.int64))
         start = time.perf_counter()
