@@ -24,6 +24,8 @@ import torch
 
 from draftproof import models, native
 from draftproof._version import __version__
+from draftproof.native.cores import processor_time
+from draftproof.native.threads import limit_threads
 
 FILE = "provenance.json"
 KEY = "provenance"  # of the facts in a JSON file with results
@@ -60,9 +62,12 @@ def fingerprint(name: str) -> str:
 
 
 def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The kind of machine: architecture, system, threads, native operations, accelerator."""
+    """The kind of machine: architecture, system, threads, native operations, a limit of processor time, accelerator."""
+    limit_threads()
     found = {"architecture": platform.machine(), "system": platform.system(), "threads": torch.get_num_threads()}
     found["native"] = native.levels()
+    if (time := processor_time()) is not None:
+        found["processor time"] = time
     chosen = torch.device(device)
     if chosen.type == "cuda":
         found["accelerator"] = torch.cuda.get_device_name(chosen)
@@ -97,7 +102,7 @@ def header(facts: Mapping[str, Any]) -> list[str]:
     """
     machine = facts["machine"]
     shown = [machine.get("accelerator") or machine.get("processor") or "processor unknown", _flags(machine)]
-    shown += [f"{name}: {machine[name]}" for name in ("threads", "cores") if name in machine]
+    shown += [f"{name}: {machine[name]}" for name in ("threads", "cores", "processor time") if name in machine]
     shown += [machine["architecture"]] if "architecture" in machine else []
     shown.append(
         f"native kernels for {' and '.join(machine['native']) or 'nothing'}"

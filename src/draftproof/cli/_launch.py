@@ -14,9 +14,9 @@ from draftproof.backends.hf import tensor_parallel as parallel
 from draftproof.backends.loading.by_name import take_part
 from draftproof.cli._libraries import quiet_libraries
 from draftproof.errors import UserError
-from draftproof.native.cores import physical_cores
+from draftproof.native.cores import usable_cores
+from draftproof.native.threads import NUMBER
 
-_THREADS = "OMP_NUM_THREADS"
 _DRAIN = 60  # seconds until processes that were asked to end are killed
 
 
@@ -44,7 +44,7 @@ def _launched(processes: int, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ.setdefault(_THREADS, str(max(physical_cores() // processes, 1)))
+    os.environ.setdefault(NUMBER, str(max(usable_cores() // processes, 1)))
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # they tell of every signal that is sent

@@ -26,6 +26,7 @@ from draftproof.engine.stats import Seconds
 from draftproof.engine.threads import SmallProducts, ThreadCount, interruptions, release_team
 from draftproof.errors import RequestError, UserError, blamed_on
 from draftproof.finish import Finish
+from draftproof.native.threads import limit_threads
 from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, RoundRng, SplitRoundRng
 from draftproof.sampling import LogitsCheck, SamplingParams, probabilities
 from draftproof.stoppers.base import RoundTime
@@ -95,6 +96,7 @@ class DecodingLoop(RequestIntake):
             raise UserError(why)
         self._round_rng = round_rng
         self._checks = LogitsCheck()
+        limit_threads()
         counted = interruptions() if target.device.type == "cpu" else None
         self._threads = ThreadCount(counted, held_up=SmallProducts().held_up, own=own_threads(target))
         self._kv_memory = read_bytes(kv_memory)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 import queue
 import threading
@@ -23,12 +24,15 @@ from typing import Any
 import torch
 
 from draftproof.errors import UserError
+from draftproof.native.cores import most_threads, processor_time
 
 VARIABLE = "DRAFTPROOF_THREADS"
 LEGAL = ("auto", "openmp", "pool")
+NUMBER = "OMP_NUM_THREADS"
 _ENTRIES = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
 _PROCESSORS = "omp_get_num_procs"
 _SOFT = 1  # `omp_pause_soft`: give up threads, keep settings
+_log = logging.getLogger(__name__)
 
 
 def kind() -> str:
@@ -39,6 +43,20 @@ def kind() -> str:
     if value == "openmp" and not all(openmp_function(name) for name in _ENTRIES):
         raise UserError(f"{VARIABLE}: expected auto or pool, got {value!r}, which this build of torch does not offer")
     return "openmp" if value == "openmp" else "pool"
+
+
+@functools.cache
+def limit_threads() -> None:
+    """Let torch have no more threads than a limit of processor time is enough for; the first call decides.
+
+    Threads beyond it would use up the time of a period together, and all stop until the next one. A number in
+    OMP_NUM_THREADS stays, and so does one that torch is given later.
+    """
+    before, time = torch.get_num_threads(), processor_time()
+    now = most_threads(before, time)
+    if now < before and not os.environ.get(NUMBER):
+        torch.set_num_threads(now)
+        _log.info("threads: %d of %d, since processor time is limited to %.3g processors", now, before, time)
 
 
 def attach_threads(library: ctypes.CDLL) -> None:

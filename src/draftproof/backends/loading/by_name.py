@@ -29,6 +29,7 @@ from draftproof.backends.recurrent.mixers import mixers_of
 from draftproof.errors import UndraftableError, UserError, reason
 from draftproof.models.download import INSTALL_GGUF
 from draftproof.models.gguf_file import GGUFFile, generation_config, is_gguf
+from draftproof.native.threads import limit_threads
 
 BACKENDS = {
     "auto": "lean where the model has a lean forward (on CUDA: graphs), snapshot where it has recurrent layers, "
@@ -182,6 +183,7 @@ def load_model(source: str, options: LoadOptions | None = None) -> Any:
     Raises:
         UserError: nothing to load there, in one line.
     """
+    limit_threads()
     options = options or LoadOptions()
     attention, config, adapter = options.attn_implementation, options.quantization_config, options.adapter
     if attention not in (None, *ATTENTION):

@@ -37,6 +37,7 @@ from draftproof.backends.new_weights import misfit
 from draftproof.errors import UserError
 from draftproof.models.gguf_file import GGUFFile, TensorEntry, generation_config
 from draftproof.native.operations import Operations
+from draftproof.native.threads import limit_threads
 
 _log = logging.getLogger(__name__)
 
@@ -133,6 +134,7 @@ def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> SlotBacke
     Raises:
         UserError: a mixture of experts that is not known here, since transformers does not read all its metadata.
     """
+    limit_threads()
     kind = HYBRIDS.get(file.get("general.architecture"))
     read = read_model if kind is None else read_hybrid
     dtype = options.own_dtype(torch.float32, kind or LeanForward.kind)
