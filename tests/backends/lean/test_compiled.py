@@ -14,7 +14,8 @@ from support.helpers import CONFIGS, random_model
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler")
-@pytest.mark.parametrize("what", ["one", pytest.param("batch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["one", "batch"])
 def test_the_program_gives_the_lean_logits(what):
     command = [sys.executable, "-m", "support.compiled_check", what]
     done = subprocess.run(command, cwd=Path(__file__).parents[3] / "tests", capture_output=True, text=True, check=False)
