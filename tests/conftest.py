@@ -14,12 +14,15 @@ os.environ.setdefault("DRAFTPROOF_TARGET", "embedded:stories")  # for `draftproo
 os.environ.setdefault("DRAFTPROOF_CHECKED", "0")  # tests/backends/loading/test_verified.py is about it
 os.environ.setdefault("DRAFTPROOF_CALIBRATION", "0")  # tests/backends/products/test_calibration_files.py is about it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A client of HTTP would read all certificates, which takes longer than most answers, and here all servers are local.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 # Read once, while triton is imported, which peft does too. Tests on a device shall use what its users get.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 import type_checks
 
-type_checks.install("draftproof")
+type_checks.install("draftproof", rounds="DecodingLoop._round")
 
 import pytest
 from hypothesis import settings

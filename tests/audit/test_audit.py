@@ -17,7 +17,7 @@ import draftproof.audit.check
 import draftproof.audit.rules
 from draftproof.audit.check import load_rule
 from draftproof.audit.distributions import SharedRng, all_drafts, as_paths, compare, complete, verdicts, verdicts_alone
-from draftproof.audit.rules import all_rules, count_lines
+from draftproof.audit.rules import IN_ENGINE, all_rules, count_lines
 from draftproof.audit.statistics import (
     chi_square_survival,
     chi_square_test,
@@ -138,7 +138,9 @@ def objects(result):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_every_rule_identity_and_ordering_holds():
+@pytest.mark.parametrize("in_engine", [IN_ENGINE[:1], pytest.param(IN_ENGINE, marks=pytest.mark.slow)], ids=len)
+def test_every_rule_identity_and_ordering_holds(in_engine, monkeypatch):
+    monkeypatch.setattr(draftproof.audit.rules, "IN_ENGINE", in_engine)
     found = objects(run("rules", "--json"))
     assert len(found) == count_lines()
     for line in found:

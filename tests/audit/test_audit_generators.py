@@ -77,7 +77,7 @@ def test_the_same_drafts_with_rows_of_one_token_pass(monkeypatch):
 
 def test_a_cache_that_keeps_rejected_tokens_fails(monkeypatch):
     monkeypatch.setattr(cache_utils.DynamicLayer, "crop", lambda *_: None)
-    report = audit_generator("prompt lookup")
+    report = audit_generator("assisted")
     assert report.rounded[-1].model == "greedy"
     assert report.rounded[-1].verdict == "FAIL"
     assert report.notes[-1].startswith("lossy when greedy: ")

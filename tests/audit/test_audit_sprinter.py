@@ -24,11 +24,11 @@ def _fast():
 @pytest.fixture(scope="module")
 def lines():
     with checks_off():
-        return list(audit_sprinter(2))
+        return list(audit_sprinter(1))
 
 
 def test_the_enumerated_distribution_is_that_of_the_theorem_in_every_context(lines):
-    assert len(lines) == 4
+    assert len(lines) == 2
     for line in lines:
         assert line.contexts == VOCAB**ORDER
         assert line.exact, line
@@ -63,9 +63,9 @@ def test_the_algorithm_read_literally_has_another_distribution():
 
 def test_the_command_prints_a_table_and_fails_where_the_theorem_does_not_hold(lines, monkeypatch):
     monkeypatch.setattr(sprinter, "audit_sprinter", lambda pairs: iter(lines[: 2 * pairs]))
-    good = CliRunner().invoke(cli.app, ["sprinter", "--pairs", "2"])
+    good = CliRunner().invoke(cli.app, ["sprinter", "--pairs", "1"])
     assert good.exit_code == 0
-    assert sum(line.endswith("ok") for line in good.stdout.splitlines()) == 4
+    assert sum(line.endswith("ok") for line in good.stdout.splitlines()) == 2
     assert "FAIL" not in good.stdout
     (first, *_) = CliRunner().invoke(cli.app, ["sprinter", "--pairs", "1", "--json"]).stdout.splitlines()
     assert json.loads(first)["exact"] is True

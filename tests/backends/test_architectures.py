@@ -21,23 +21,12 @@ FAMILIES = {
     "deepseek_v3": CHAINS,
     "falcon, alibi": TREES,
     "gemma2": TREES,
-    "gpt_bigcode": CHAINS,
-    "gpt2": TREES,
-    "gptj": CHAINS,
     "granitemoehybrid": CHAINS,
-    "jamba": CHAINS,
-    "llama, rope llama3": CHAINS,
-    "llama4_text": CHAINS,
     "llama4_text, layers without rotary embedding, attention scaled by position": CHAINS,
     "mistral": TREES,
-    "mixtral": CHAINS,
-    "nemotron_h": CHAINS,
     "olmo_hybrid": CHAINS,
-    "opt": CHAINS,
-    "phi3": CHAINS,
     "phi3, rope longrope": TREES,
     "qwen3, window from layer 1": CHAINS,
-    "zamba2": CHAINS,
 }
 
 

@@ -147,7 +147,12 @@ PARTS = {
 }
 
 
-CASES = [(name, parts) for name in ("llama", "qwen2", "qwen3", "mistral", "gpt2", "gemma3") for parts in PARTS]
+#: Every family with every second part by default, in turns; with the others among slow tests.
+CASES = [
+    pytest.param(name, parts, marks=[pytest.mark.slow] * ((row + column) % 2))
+    for row, name in enumerate(("llama", "qwen2", "qwen3", "mistral", "gpt2", "gemma3"))
+    for column, parts in enumerate(PARTS)
+]
 
 
 @pytest.mark.parametrize(("name", "parts"), CASES)

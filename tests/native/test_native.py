@@ -807,8 +807,7 @@ def test_models_read_natively_agree_with_transformers(name, dtype):
     assert isinstance(made.lean.layers[0].attention, NativeAttention)
     tolerance = TOLERANCE[dtype] * (ROUGH.get(name, 1.0) if dtype == torch.bfloat16 else 1.0)
     exercise(Program(made, tolerance=tolerance))
-    for seed in range(2):
-        assert run_program(seed, made, tolerance=tolerance) > 0
+    assert run_program(0, made, tolerance=tolerance) > 0
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -259,7 +259,7 @@ def test_each_format_makes_and_reads_its_calls(name, must, looking_up):
     made = DIALECTS[name]
     tools = ToolSet(made, FUNCTIONS, must=must, several=made.parallel, specials={})
     bias = None if must else dict.fromkeys(looking_up.prompts.plain(made.marker or "{"), 50)
-    params = SamplingParams(grammar=f"lark:{tools.grammar(None)}", max_tokens=150, logit_bias=bias, seed=3, n=4)
+    params = SamplingParams(grammar=f"lark:{tools.grammar(None)}", max_tokens=150, logit_bias=bias, seed=3, n=2)
     outputs = looking_up.generate("The weather", params)
     for output in outputs:
         reader = ToolReader(tools)

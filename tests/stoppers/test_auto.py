@@ -395,10 +395,10 @@ STARTS = [
     for pair in RATES
     for kept in KEPT
 ]
-#: One row beside no load and several beside some by default, the other two among slow tests.
+#: Several rows beside some load by default, the others among slow tests.
 PLACES = [
-    pytest.param(1, False, id="1-quiet"),
     pytest.param(4, True, id="4-busy"),
+    pytest.param(1, False, id="1-quiet", marks=pytest.mark.slow),
     pytest.param(1, True, id="1-busy", marks=pytest.mark.slow),
     pytest.param(4, False, id="4-quiet", marks=pytest.mark.slow),
 ]
@@ -426,8 +426,16 @@ def test_the_speed_of_a_fixed_length_is_the_expected_one(load):
 
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("load", [False, True], ids=["quiet", "busy"])
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(
+    ("rows", "load"),
+    [
+        pytest.param(
+            rows, load, marks=[pytest.mark.slow] * ((rows > 1) is load), id=f"{rows}-{'busy' if load else 'quiet'}"
+        )
+        for rows in (1, 8)
+        for load in (False, True)
+    ],
+)
 @pytest.mark.parametrize(
     ("rate", "draft", "token"), [(0.0, 0.3, 0.02), (0.9, 1.0, 0.1), (0.5, 0.5, 0.3), (0.2, 0.1, 0.02)]
 )

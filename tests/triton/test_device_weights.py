@@ -52,9 +52,16 @@ def test_what_outputs_lack_on_the_mean(ins, bits):
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # the interpreter has no bfloat16 tiles
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("outs", "ins"), [(40, 328), (7, 640)])
+@pytest.mark.parametrize(
+    ("outs", "ins", "bits", "dtype"),
+    [
+        pytest.param(*shape, bits, dtype, marks=[pytest.mark.slow] * ((row + column + place) % 2))
+        for row, shape in enumerate([(40, 328), (7, 640)])
+        for column, bits in enumerate([4, 8])
+        for place, dtype in enumerate([torch.float32, torch.float16])  # the interpreter has no bfloat16 tiles
+    ],
+    ids=str,
+)
 def test_products(outs, ins, bits, dtype):
     gen = torch.Generator().manual_seed(outs)
     made = weights.quantize(torch.randn(outs, ins, generator=gen), bits, GROUP)

@@ -11,6 +11,7 @@ import torch
 from draftproof import Engine, SamplingParams, native
 from draftproof.backends.base import Feed
 from draftproof.backends.hf.backend import HFBackend
+from draftproof.backends.hf.probe import Probe
 from draftproof.backends.lean import graph_backend
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.lean.graph_backend import WIDEST, GraphBackend
@@ -53,6 +54,13 @@ def device(monkeypatch, tmp_path):
         yield counts
 
 
+@pytest.fixture
+def unchecked(device, monkeypatch):
+    """The device, and models that are not checked when they are loaded, which tests of places and families see."""
+    monkeypatch.setattr(Probe, "check", lambda *_, **__: None)
+    return device
+
+
 def load(where, **options):
     return Engine.load("embedded:target", device=where, dtype="float32", **options)
 
@@ -90,7 +98,7 @@ def test_every_tensor_is_in_its_place(drafter, verifier, device):
 
 
 @pytest.mark.parametrize("stopper", ["auto", "confidence:0.4", "entropy", "schedule", "acceptance", "approximate"])
-def test_stoppers_read_the_device(stopper, device, monkeypatch):
+def test_stoppers_read_the_device(stopper, unchecked, monkeypatch):
     waited = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     options = {"draft": "embedded:draft", "stopper": stopper, "backend": "hf"}
@@ -119,12 +127,12 @@ def waits_of(rounds, engine, prompts):
 
 
 @pytest.mark.parametrize("prompts", [IDS[:1], IDS])
-def test_a_plain_round_waits_for_its_tokens_only(prompts, device):
+def test_a_plain_round_waits_for_its_tokens_only(prompts, unchecked):
     # the rule's copy of the tokens, and after it the look at the logits
     assert waits_of(4, load("cuda", backend="lean"), prompts) == 2
 
 
-def test_drafting_waits_once_whatever_its_length(device):
+def test_drafting_waits_once_whatever_its_length(unchecked):
     found = [
         waits_of(4, load("cuda", draft="embedded:draft", stopper=f"fixed:{length}", backend="lean"), IDS[:1])
         for length in (2, 6)
@@ -132,20 +140,20 @@ def test_drafting_waits_once_whatever_its_length(device):
     assert found[0] == found[1] <= 5  # the draft's logits, the rule, the target's logits, tokens of both sessions
 
 
-def test_drafting_ends_with_a_wait(device):
+def test_drafting_ends_with_a_wait(unchecked):
     """So the host's clock shows what drafting takes, and costs of rounds can be learned from it."""
     engine = load("cuda", draft="embedded:draft", stopper="fixed:3", backend="lean")
     checks, propose, seen = engine.drafter.model.checks, engine.drafter.propose, []
     finish = checks.finish
 
     def finished():
-        before = sum(device.waits.values())
+        before = sum(unchecked.waits.values())
         finish()
-        seen.append((sum(device.waits.values()) - before, device.launches["linear"]))
+        seen.append((sum(unchecked.waits.values()) - before, unchecked.launches["linear"]))
 
     def proposed(*args):
         drafts = propose(*args)
-        assert seen[-1] == (1, device.launches["linear"]), "no pass of the draft model came after the wait"
+        assert seen[-1] == (1, unchecked.launches["linear"]), "no pass of the draft model came after the wait"
         return drafts
 
     checks.finish, engine.drafter.propose = finished, proposed
@@ -185,7 +193,7 @@ def mixing(where, rule, *, masses=True):
 
 
 @pytest.mark.parametrize(("rule", "masses"), [(None, True), ("block", False), ("gumbel", True), ("spectr", True)])
-def test_looked_up_drafts_beside_drawn_ones(rule, masses, device):
+def test_looked_up_drafts_beside_drawn_ones(rule, masses, unchecked):
     texts = []
     for where in ("cpu", "cuda"):
         engine, kinds = mixing(where, rule, masses=masses)
@@ -218,7 +226,7 @@ def test_rows_that_draw_in_several_ways_wait_for_nothing(device):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_one_bad_request_fails_alone(bad, device):
+def test_one_bad_request_fails_alone(bad, unchecked):
     engine = load("cuda", draft="embedded:draft", stopper="fixed:3", backend="lean")
     expected = written(engine, DRAWN)[0]
     for backend in (engine.target, engine.drafter.model.backend):

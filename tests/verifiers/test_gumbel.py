@@ -289,7 +289,7 @@ def mixed(seed):
     return [replace(kind, seed=seed + number) for number, kind in enumerate(KINDS)]
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 @pytest.mark.parametrize(
     ("drafter", "stopper"),
     [(name, stopper) for name in SINGLE_CHAINS for stopper in ([""] if name in UNSTOPPED else STOPPERS)],
@@ -304,7 +304,7 @@ def test_text_is_plain_decodings_with_every_drafter_stopper_and_batch(drafter, s
     assert drafts > 0 or drafter == "none"
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     seed=st.integers(-(1 << 63), (1 << 63) - 1),
     drafter=st.sampled_from([name for name in SINGLE_CHAINS if name != "none"]),

@@ -318,5 +318,9 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, dict[str, Tensor]]]:
 def _seeded(seed: int) -> Iterator[None]:
     """Seed torch's generators for the block, and restore them after it."""
     with torch.random.fork_rng():
-        torch.manual_seed(seed & ((1 << 63) - 1))
+        seed &= (1 << 63) - 1
+        if torch.accelerator.is_available():
+            torch.manual_seed(seed)
+        else:  # without a device, torch.manual_seed writes down the stack for one that may be started later
+            torch.default_generator.manual_seed(seed)
         yield

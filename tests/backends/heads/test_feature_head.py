@@ -170,8 +170,17 @@ def test_output_is_the_same_alone_and_in_a_batch(chains):
     assert drafts == [[out.stats.num_draft_tokens, out.stats.num_accepted_tokens] for out in alone]
 
 
-@pytest.mark.parametrize("ids", [None, [0, 2]])
-@pytest.mark.parametrize(("chains", "rule"), [(1, "token"), (1, "block"), (2, "trie_block")])
+@pytest.mark.parametrize(
+    ("chains", "rule", "ids"),
+    [
+        (1, "token", [0, 2]),
+        (1, "block", None),
+        (1, "block", [0, 2]),
+        (2, "trie_block", [0, 2]),
+        pytest.param(1, "token", None, marks=pytest.mark.slow),
+        pytest.param(2, "trie_block", None, marks=pytest.mark.slow),
+    ],
+)
 def test_exact_output_distribution_on_a_real_model(chains, rule, ids):
     """By enumeration: the distribution is the target's, also where the head cannot draft one of three tokens."""
     target = tiny_llama()

@@ -282,7 +282,14 @@ def test_experts_that_compute_something_else_are_left(products):
     assert natively(model).model.layers[0].mlp.experts is experts
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "lfm2_moe", "nemotron_h", "aria_text"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_moe",
+        "gpt_oss",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("lfm2_moe", "nemotron_h", "aria_text")),
+    ],
+)
 def test_families_with_experts_generate_what_transformers_generates(name, products):
     compositions = ("ngram:4", "model", "batch")
     result = check(with_experts()[name][0], compositions=compositions)

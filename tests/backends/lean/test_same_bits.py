@@ -114,7 +114,7 @@ PROMPTS = [[1, 2, 3], [4, 4, 4, 4, 9, 4, 4], [11] * 20, [(5 * i) % 97 for i in r
 @pytest.mark.parametrize(
     ("level", "dtype"),
     [
-        pytest.param(level, dtype, marks=[pytest.mark.slow] * (place > 0 and dtype == torch.bfloat16))
+        pytest.param(level, dtype, marks=[pytest.mark.slow] * (place > 0))
         for place, level in enumerate(dict.fromkeys((*LEVELS[:1], *LEVELS[-1:])))
         for dtype in DTYPES
     ],
