@@ -101,6 +101,15 @@ CONFIGS = {
     "gemma4": transformers.Gemma4TextConfig(
         **_BASE, **_GEMMA, hidden_size_per_layer_input=256, num_kv_shared_layers=2, use_double_wide_mlp=True
     ),
+    "gemma4, experts": transformers.Gemma4TextConfig(
+        **_BASE,
+        **_GEMMA,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=3,
+        moe_intermediate_size=256,
+    ),
     "gemma4, keys are values": transformers.Gemma4TextConfig(
         **_BASE, **_GEMMA, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1
     ),
@@ -158,6 +167,10 @@ _NAMES = {
     "per_layer_input_gate": "inp_gate",
     "per_layer_projection": "proj",
     "post_per_layer_input_norm": "post_norm",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "router.proj": "ffn_gate_inp",
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.router": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
@@ -229,8 +242,8 @@ def _changed(stem, suffix, weight, architecture, config):
 
 def _taken_apart(stem, suffix, weight, config):
     """Tensors of a layer that are several in a file, or have another name, by name; nothing for all others."""
-    if suffix == "layer_scalar":
-        return {"layer_output_scale.weight": weight}
+    if f"{stem}.{suffix}" in _OF_GEMMA:
+        return {_OF_GEMMA[f"{stem}.{suffix}"]: weight}
     if suffix in _SPECIAL:
         return {_SPECIAL[suffix]: weight if suffix == "dt_bias" or stem == "linear_attn" else weight.unsqueeze(-1)}
     if stem.endswith("in_proj_qkvz"):
@@ -247,6 +260,13 @@ def _taken_apart(stem, suffix, weight, config):
     return {}
 
 
+_OF_GEMMA = {
+    ".layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+}
 _SPECIAL = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
 
 
@@ -335,8 +355,9 @@ def metadata_of(config, architecture):
 def _of_gemma(config):
     """What a file says of Gemma 4's layers."""
     windowed = [kind == "sliding_attention" for kind in config.layer_types]
+    experts = {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 256}
     layers, shared, width = config.num_hidden_layers, config.num_kv_shared_layers, config.intermediate_size
-    return {
+    return (experts if config.enable_moe_block else {}) | {
         "attention.key_length": 128,
         "attention.value_length": 128,
         "attention.key_length_swa": 64,
@@ -384,6 +405,8 @@ def hybrid_model(name, **changes):
             each.data.normal_(0.0, 0.5, generator=source)
         elif part.endswith("A_log"):
             each.data.uniform_(-2.0, 1.0, generator=source)
+        elif part.endswith(("router.scale", "per_expert_scale")):
+            each.data.uniform_(0.5, 1.5, generator=source)
         elif "norm" in part:
             each.data.add_(torch.randn(each.shape, generator=source) * 0.2)
     for part, each in model.named_buffers():

@@ -208,6 +208,7 @@ class MixtureArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("size", "experts", "chosen", "inner", "shared_inner")),
         *((name, ctypes.c_int64) for name in ("whole", "activation")),
         ("factor", ctypes.c_float),
+        ("scales", ctypes.c_void_p),
     ]
 
     def work(self, tokens: int) -> int:

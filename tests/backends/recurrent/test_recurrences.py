@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -357,3 +359,17 @@ def test_a_recurrence_whose_state_has_no_name_is_not_divided(monkeypatch):
 def test_layers_that_read_one_by_one_are_not_divided(kind):
     assert backend(kind).stepwise
     assert not backend(kind)._goes_on.divisible
+
+
+def test_packages_for_gpus_are_not_recommended():
+    logger, seen = logging.getLogger("transformers.integrations.hub_kernels"), []
+    text = "`causal_conv1d_fn` is falling back to its reference PyTorch implementation because it is not installed."
+    listener = logging.Handler()
+    listener.emit = lambda record: seen.append(record.getMessage())
+    with mock.patch.object(logger, "filters", []), mock.patch.object(logger, "handlers", [listener]):
+        logger.warning(text)
+        assert seen == [text], "as transformers says it"
+        mixers_of(model("lfm2"))
+        logger.warning(text)
+        logger.warning("another")
+    assert seen == [text, "another"]

@@ -28,13 +28,15 @@ class Mixture:
     Args:
         mlp: its linear layers, under the names that `Traits.linear` has; weights of experts are [experts, out, in], or
             matrices of few bits with all their outputs.
+        scales: of the shares of each expert, if there are.
     """
 
-    def __init__(self, mlp: Any, traits: Traits, like: Tensor) -> None:
+    def __init__(self, mlp: Any, traits: Traits, like: Tensor, scales: Float[Tensor, " experts"] | None = None) -> None:
         experts, operations = traits.experts, native.operations_for(like)
         assert experts is not None, "the caller looked"
         assert operations is not None, "whoever reads experts wants native operations"
         self._operations = operations
+        self._scales = None if scales is None else scales.float().contiguous()
         self.router = fuse(mlp, ["gate"])  # gives the logits of the experts
         # what gates and ups, and what downs of all of them are
         self.experts = tuple(_Experts(mlp.experts, names, experts.count) for names in (traits.gate_up, ("down_proj",)))
@@ -51,6 +53,7 @@ class Mixture:
             whole=experts.whole,
             activation=ACTIVATIONS.index(traits.activation),
             factor=experts.factor,
+            scales=None if self._scales is None else self._scales.data_ptr(),
             **{name: linear_arguments(product) for name, product in self._shared.items()},
             shared_inner=self._shared["shared_down"].weight.ins if self._shared else 0,
         )
@@ -81,8 +84,8 @@ class StoredMixture(nn.Module):
         super().__init__()
         self.mixture = mixture
 
-    def forward(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
-        """What the experts make of every row."""
+    def forward(self, x: Float[Tensor, "*rows dim"], *_: Any) -> Float[Tensor, "*rows dim"]:
+        """What the experts make of every row, which they choose themselves."""
         return self.mixture(x.reshape(-1, x.shape[-1])).view(x.shape)
 
 

@@ -70,6 +70,8 @@ class Hybrid:
         sources: of the tensors of a layer that `_IN_LAYER` does not have or has otherwise.
         norm: name of the last norm, and what it is in the file.
         mixture: name of the layer's mixture of experts; its shared expert is part of it where it has a share.
+        activation: of the gates of experts.
+        route: changes a layer whose experts choose tokens themselves.
         beside: what modules beside the layers are in the file, by name, if the model has them.
         backend: of a model with floats, and of one with few bits.
         attention: name of its attention in transformers.
@@ -82,6 +84,8 @@ class Hybrid:
     sources: Callable[[Any], Mapping[str, Source | str]]
     norm: tuple[str, Source] = ("model.norm", _LAST)
     mixture: str = ""
+    activation: str = "silu"
+    route: Callable[[Any], None] = _leave
     beside: Mapping[str, str] = field(default_factory=dict)
     backend: tuple[type[HFBackend], type[HFBackend]] = (LeanSnapshotBackend, StoredSnapshotBackend)
     attention: Callable[[], str] = lambda: "sdpa"
@@ -338,8 +342,6 @@ def _granite_sources(config: Any) -> dict[str, Source | str]:
 def _gemma4(file: GGUFFile) -> dict[str, Any]:
     """Layers with a window have other heads than those without; the last ones read keys and values of earlier ones."""
     of, layers = file.of_architecture, _layers(file)
-    if of("expert_count"):
-        raise UnreadError("it has experts beside its feed-forward part")
     windowed = [bool(each) for each in named(file, "attention.sliding_window_pattern")[:layers]]
     heads = np.broadcast_to(named(file, "attention.head_count_kv"), layers)
     widths = np.broadcast_to(named(file, "feed_forward_length"), layers)
@@ -354,6 +356,10 @@ def _gemma4(file: GGUFFile) -> dict[str, Any]:
         "rms_norm_eps": float(named(file, "attention.layer_norm_rms_epsilon")),
         "layer_types": ["sliding_attention" if each else "full_attention" for each in windowed],
         "sliding_window": int(named(file, "attention.sliding_window")),
+        "enable_moe_block": bool(experts := int(of("expert_count", 0))),
+        "num_experts": experts or None,
+        "top_k_experts": int(of("expert_used_count", 0)) or None,
+        "moe_intermediate_size": int(of("expert_feed_forward_length", 0)) or None,
         "head_dim": dims["_swa"],
         "global_head_dim": dims[""],
         "num_key_value_heads": single(local if len(local) else whole, "key heads"),
@@ -395,8 +401,23 @@ def _gemma4_sources(_: Any) -> dict[str, Source | str]:
         "per_layer_input_gate": "inp_gate",
         "per_layer_projection": "proj",
         "post_per_layer_input_norm": "post_norm",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
         "layer_scalar": Source(("layer_output_scale.weight",)),
     }
+
+
+class _NoRouter(nn.Module):
+    """In the place of a router, where experts choose tokens themselves."""
+
+    def forward(self, x: Float[Tensor, "tokens dim"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Three tensors that nothing reads."""
+        return x, x, x
+
+
+def _without_router(layer: Any) -> None:
+    layer.router = _NoRouter()
 
 
 def _natively(inner: Any) -> None:
@@ -429,6 +450,9 @@ _HYBRIDS = {
         "gemma4_text",
         _gemma4,
         _gemma4_sources,
+        mixture="experts",
+        activation="gelu_tanh",
+        route=_without_router,
         beside={
             "embed_tokens_per_layer": "per_layer_token_embd",
             "per_layer_model_projection": "per_layer_model_proj",
@@ -534,7 +558,8 @@ class _Filling:
         experts = experts_of(file, whole=True) if file.of_architecture("expert_count") else None
         for number, layer in enumerate(inner.layers):
             if experts is not None:
-                setattr(layer, hybrid.mixture, self._mixture(f"blk.{number}.", experts))
+                setattr(layer, hybrid.mixture, self._mixture(f"blk.{number}.", experts, hybrid.activation))
+                hybrid.route(layer)
             self._layer(layer, f"blk.{number}.")
         hybrid.finish(inner)
         beyond = tuple(f"blk.{number}." for number in range(len(inner.layers), int(named(file, "block_count"))))
@@ -637,20 +662,42 @@ class _Filling:
                 layer.weight = nn.Parameter(each.dense(), requires_grad=False)
                 layer.bias = each.bias
 
-    def _mixture(self, at: str, experts: Experts) -> StoredMixture:
+    def _mixture(self, at: str, experts: Experts, activation: str) -> StoredMixture:
         def linear(name: str) -> SimpleNamespace:
             weight = self._matrix(f"{at}ffn_{name}.weight")
             return SimpleNamespace(weight=weight, bias=None, out_features=len(weight))
 
         def gated(kind: str) -> SimpleNamespace:
-            return SimpleNamespace(**{f"{name}_proj": linear(f"{name}_{kind}") for name in ("gate", "up", "down")})
+            return SimpleNamespace(**{f"{name}_proj": linear(f"{name}_{kind}") for name in (*gate_up, "down")})
 
+        gate_up = ("gate_up",) if f"{at}ffn_gate_up_exps.weight" in self._tensors.file.tensors else ("gate", "up")
         mlp = SimpleNamespace(gate=linear("gate_inp"), experts=gated("exps"))
         if experts.weighed:
             mlp.shared_expert = gated("shexp")
             mlp.shared_expert_gate = linear("gate_inp_shexp")
-        traits = replace(LLAMA, experts=replace(experts, shared=experts.weighed))
-        return StoredMixture(Mixture(mlp, traits, torch.empty(0, dtype=self._dtype)))
+        traits = replace(
+            LLAMA,
+            experts=replace(experts, shared=experts.weighed),
+            activation=activation,
+            gate_up=tuple(f"{name}_proj" for name in gate_up),
+        )
+        scales = None
+        if self._scaled(at, mlp.gate):
+            self._take(f"{at}ffn_down_exps.scale")
+            scales = self._tensors.floats(f"{at}ffn_down_exps.scale")
+        return StoredMixture(Mixture(mlp, traits, torch.empty(0, dtype=self._dtype), scales))
+
+    def _scaled(self, at: str, router: SimpleNamespace) -> bool:
+        """Whether a router has scales of its inputs, which are those of experts without the scales of these."""
+        scale, norm = f"{at}ffn_gate_inp.scale", f"{at}pre_ffw_norm_2.weight"
+        if scale not in self._tensors.file.tensors:
+            return False
+        self._take(scale)
+        own, of_experts = self._tensors.floats(scale), self._tensors.floats(norm)
+        if bool((of_experts.abs() < 1e-6).any()):
+            raise UnreadError(f"its {norm} has zeros")
+        router.weight = (router.weight * (own / of_experts * len(own) ** -0.5)).to(self._dtype)
+        return True
 
     def _matrix(self, place: str, rows: Order | None = None) -> StoredMatrix | Tensor:
         self._take(place)

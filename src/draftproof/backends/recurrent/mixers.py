@@ -10,6 +10,7 @@ reads padding.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,12 +30,20 @@ _SHORT = _ROOT + FEW + 1  # tokens that they read then: both forms of a recurren
 _LAST = 4  # of which so many are read one by one
 _SAME = 1e-4  # relative difference in float32 that rounding explains
 
+_KERNELS = "transformers.integrations.hub_kernels"  # the logger that recommends packages whose kernels need a GPU
+
+
+def _no_advice(record: logging.LogRecord) -> bool:
+    return "is falling back to its reference PyTorch implementation" not in record.getMessage()
+
 
 def mixers_of(model: Any) -> tuple[nn.Module, ...] | None:
     """The modules of a model that keep recurrent states in the cache they are given; empty where none does.
 
     The model is observed while it reads two tokens. None if it cannot read with such a cache.
     """
+    if not torch.cuda.is_available():
+        logging.getLogger(_KERNELS).addFilter(_no_advice)
     name, found, running = cache_name(model), list[nn.Module](), list[nn.Module]()
     if name is None:
         return None

@@ -10,6 +10,7 @@ typedef struct {
   long size, experts, chosen, inner, shared_inner;
   long is_whole, activation; /* whether the shares of a token add up to 1; of the gates */
   float factor;              /* of the shares */
+  const float *scales;       /* of the shares of each expert; 0 where there are none */
 } NAME(mixture);
 
 typedef struct {
@@ -43,7 +44,7 @@ static void NAME(route)(const NAME(mixture) * m, const ELEM *logits, int64_t *ex
     shares[k] = weights[best];
     if (m->is_whole) total += shares[k];
   }
-  for (long k = 0; k < m->chosen; k++) shares[k] *= m->factor / total;
+  for (long k = 0; k < m->chosen; k++) shares[k] *= m->factor / total * (m->scales ? m->scales[experts[k]] : 1);
 }
 
 /* All routes of some tokens, and the order of their pairs. */
