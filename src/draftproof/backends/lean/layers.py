@@ -35,8 +35,8 @@ from draftproof.backends.products.calibration_files import measure
 from draftproof.backends.products.packed_linear import Product, fuse, operations_for_stored, product_of
 from draftproof.errors import UserError
 from draftproof.native.ggml import StoredMatrix
-from draftproof.native.operations import MOST_DIM, Operations
-from draftproof.native.structures import Sequences
+from draftproof.native.operations import Operations
+from draftproof.native.structures import MOST_DIM, Sequences
 from draftproof.native.tensors import BITS, UNITS, MeasuredInputs
 from draftproof.peak import release_freed_memory
 from draftproof.triton.choose import fused

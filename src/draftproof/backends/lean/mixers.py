@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from draftproof.backends.cache.layout import Layout
-from draftproof.backends.lean.inputs import Joint, address_of, whole_product
+from draftproof.backends.lean.inputs import Joint, whole_product
 from draftproof.backends.lean.mixture import linear_arguments
 from draftproof.backends.lean.traits import UnreadError, eps_of
 from draftproof.backends.recurrent.states import Key, State
-from draftproof.native.operations import MOST_DIM
-from draftproof.native.structures import MIXERS, MOST_KERNEL, STATES, MixerArguments, Sequences
+from draftproof.native.structures import MIXERS, STATES, MixerArguments, Sequences
 
 _NOTHING = ("transformers.activations", "torch.nn.modules.activation")  # of modules without weights
 _RULE = {"conv1d", "out_proj"}
@@ -43,7 +42,7 @@ class Parts:
     convolution: nn.Conv1d
     inputs: Joint
     numbers: Mapping[str, int | float]
-    tensors: Mapping[str, Tensor]
+    tensors: dict[str, Tensor]
 
 
 def _short(module: Any) -> Parts:
@@ -121,6 +120,7 @@ class Mixer:
     Args:
         module: of transformers.
         number: of its layer.
+        size: of hidden states.
         factor: of what it adds to the hidden states.
 
     Attributes:
@@ -132,7 +132,7 @@ class Mixer:
         UnreadError: a part that is not known here.
     """
 
-    def __init__(self, module: Any, number: int, factor: float) -> None:
+    def __init__(self, module: Any, number: int, size: int, factor: float) -> None:
         kinds = {name: type(each) for name, each in module.named_children()}
         names = {name for name, kind in kinds.items() if kind.__module__ not in _NOTHING and kind is not nn.Identity}
         names |= {name for name, _ in module.named_parameters(recurse=False)}
@@ -145,17 +145,22 @@ class Mixer:
         bias, order = parts.convolution.bias, getattr(module.out_proj, "inputs", None)
         taps = parts.convolution.weight.detach().squeeze(1).t().float().contiguous()
         found = {"taps": taps, "taps_bias": None if bias is None else bias.detach().float()}
-        self._tensors = {**parts.tensors, **found, "order": None if order is None else order.to(torch.int32)}
+        found["order"] = None if order is None else order.to(torch.int32)
+        self._tensors = parts.tensors | {name: each for name, each in found.items() if each is not None}
         self.arguments = MixerArguments(
             kind=MIXERS.index(parts.kind),
             inputs=parts.inputs.arguments,
             out=linear_arguments(self._out),
             kernel=len(taps),
             **{"factor": factor, "groups": 1, **parts.numbers},
-            **{name: address_of(tensor) for name, tensor in self._tensors.items()},
+            **{name: tensor.data_ptr() for name, tensor in self._tensors.items()},
         )
         given = self.arguments
-        if taps.shape[1] != given.channels or given.kernel > MOST_KERNEL or given.dim > MOST_DIM:
+        sizes = {"taps_bias": given.channels, "order": given.inner, "norm": given.inner}
+        sizes |= dict.fromkeys(("rates", "steps", "skip"), given.heads)
+        fits = taps.shape[1] == given.channels and given.fits
+        fits = fits and (self._out.weight.ins, self._out.weight.outs) == (given.inner, size)
+        if not fits or any(len(each) != sizes.get(name, len(each)) for name, each in self._tensors.items()):
             raise UnreadError(f"its {type(module).__name__} has sizes that native code does not know")
         conv = Kept(Key("conv", number, 0), (given.kernel, given.channels), parts.convolution.weight.dtype, turned=True)
         self.kept = [conv]

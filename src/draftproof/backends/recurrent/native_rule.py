@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftproof import native
-from draftproof.native.operations import MOST_DIM
+from draftproof.native.structures import MOST_DIM
 
 _REFUSALS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of functions of other kinds
 
