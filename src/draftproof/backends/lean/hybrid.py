@@ -159,11 +159,14 @@ class HybridLean(Lean):
         windows: the kinds of attention mask that it builds.
 
     Attributes:
+        layers: in order.
         mixers: what keeps recurrent states.
 
     Raises:
         UnreadError: a part that is not known here.
     """
+
+    layers: list[Any]
 
     def __init__(self, model: Any, windows: Windows) -> None:
         hooked = next((name or "the model" for name, each in model.named_modules() if is_hooked(each)), None)
@@ -201,7 +204,7 @@ class HybridLean(Lean):
             HybridLayer(layer, number, family, self.traits, heads=next(iter(heads)))
             for number, layer in enumerate(inner.layers)
         ]
-        self.mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
+        self.mixers: list[Mixer] = [layer.mixer for layer in self.layers if layer.mixer is not None]
         self.run_layers = NativeLayers(self.layers)
         self._pieces = {}
 

@@ -414,7 +414,8 @@ class Layer:
         self.mixture = None if traits.experts is None else Mixture(layer.mlp, traits, like)
         self.mixer = None
         self.gates = 0
-        self.gate_up = self.down = None
+        self.gate_up: Any = None
+        self.down: Any = None
         if self.mixture is None:
             self.gated = gate_of(like, traits.activation, pack=pack)
             self.gate_up = fuse(layer.mlp, traits.gate_up, pack=pack)

@@ -56,12 +56,14 @@ def _delta(module: Any) -> Parts:
     keys, heads = module.num_k_heads, module.num_v_heads
     sizes = {"key_heads": keys, "heads": heads, "dim": module.head_k_dim, "size": module.head_v_dim, "groups": heads}
     numbers = {**sizes, "inner": module.value_dim, "channels": module.conv_dim, **_norm(module.norm, module.head_v_dim)}
-    names, order = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), None
+    names: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    order = None
     if hasattr(module, "in_proj_qkvz"):  # of each key head: query, key, values and gates; betas and decays
         names, each = ("in_proj_qkvz", "in_proj_ba"), heads // keys
         dim, values = module.head_k_dim, each * module.head_v_dim
-        wide = torch.arange(keys * 2 * (dim + values)).view(keys, -1).split([dim, dim, values, values], 1)
-        few = (wide[-1].max() + 1 + torch.arange(keys * 2 * each)).view(keys, -1).split([each, each], 1)
+        outs = keys * 2 * (dim + values)
+        wide = torch.split(torch.arange(outs).view(keys, -1), [dim, dim, values, values], 1)
+        few = torch.split((outs + torch.arange(keys * 2 * each)).view(keys, -1), [each, each], 1)
         order = torch.cat([part.flatten() for part in (*wide, *few)])
     weight = module.norm.weight.detach().repeat(heads)
     inputs = Joint.of_modules([getattr(module, name) for name in names], order)
@@ -101,7 +103,7 @@ def _norm(norm: Any, size: int) -> dict[str, int | float]:
 
 
 def _scaled(weight: Tensor, size: int) -> Tensor:
-    return weight.float() * size**0.5
+    return weight.float().mul(size**0.5)
 
 
 _READERS: tuple[tuple[set[str], Callable[[Any], Parts]], ...] = (
