@@ -167,8 +167,8 @@ class Mixer:
         conv = Kept(Key("conv", number, 0), (given.kernel, given.channels), parts.convolution.weight.dtype, turned=True)
         self.kept = [conv]
         if given.heads:
-            sizes, key = (given.heads, given.dim, given.size), Key("recurrent", number, 0)
-            self.kept.append(Kept(key, sizes, torch.float32, turned=parts.kind == "scan"))
+            shape, key = (given.heads, given.dim, given.size), Key("recurrent", number, 0)
+            self.kept.append(Kept(key, shape, torch.float32, turned=parts.kind == "scan"))
 
     def __deepcopy__(self, memo: object) -> Mixer:
         return self  # C has its addresses, and nothing changes it
