@@ -19,8 +19,8 @@ from draftproof.backends.cache.passes import PREFILL_CHUNK
 from draftproof.backends.cache.prefix_cache import PrefixCache
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.generate import PlainBackend
-from draftproof.backends.hf.snapshots import SnapshotBackend
 from draftproof.backends.lean.backend import LeanBackend
+from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.none import NoDrafter
@@ -36,7 +36,7 @@ from support.word_models import CONFIG, words
 @functools.cache
 def backend(kind):
     if kind == "snapshot":
-        return SnapshotBackend(tiny_model(tiny_config("lfm2")), name="lfm2")
+        return LeanSnapshotBackend(tiny_model(tiny_config("lfm2")), name="lfm2")
     return {"hf": HFBackend, "lean": LeanBackend}[kind](random_model(CONFIG), name=kind)
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from draftproof.native.ggml import INPUTS, LAYOUTS, GGMLWeight, Segment, StoredMatrix, repacked_shape
 from draftproof.native.structures import (
+    MOST_DIM,
+    MOST_STATE,
     AttentionArguments,
     LayerStack,
     MixtureArguments,
@@ -27,7 +29,7 @@ from draftproof.native.structures import (
 from draftproof.native.tensors import LANES, UNITS, Interleaved, MeasuredInputs, Quantized, require, require_quantizable
 from draftproof.native.threads import attach_threads
 
-MOST_DIM, MOST_STATE, BLOCK, PIECE = 512, 256, 512, 1 << 14  # as in native.c
+BLOCK, PIECE = 512, 1 << 14  # as in native.c
 MOST_EXPERTS = 1024  # as in native.c
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # of gates; the last one is gpt-oss's
 NEIGHBOURS = 64  # entries of a row of logits whose maximum is taken together

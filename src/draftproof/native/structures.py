@@ -15,7 +15,7 @@ from torch import Tensor
 from draftproof.native.tensors import AS_THEY_ARE, GROUPS, LANES, require
 
 GGML_SEGMENTS, GGML_PAD, GGML_ROWS = 4, 256, 8  # as in ggml.h
-MOST_INPUTS, MOST_KERNEL, STATES = 4, 8, 6  # as in native.c
+MOST_DIM, MOST_STATE, MOST_INPUTS, MOST_KERNEL, STATES = 512, 256, 4, 8, 6  # as in native.c
 MIXERS = ("short", "delta", "scan")
 """Kinds of mixers: a short convolution, the gated delta rule, and a state space (mixers.h)."""
 _WHOLE = 2 * LANES  # numbers of a head are copied in so many at once
@@ -250,6 +250,19 @@ class MixerArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("groups", "gates_first")),
         *((name, ctypes.c_float) for name in ("least", "factor")),
     ]
+
+    @property
+    def fits(self) -> bool:
+        """Whether its sizes fit together, so that C does not read past an end."""
+        keys, inner, channels, heads = self.key_heads * self.dim, self.inner, self.channels, self.heads
+        places = {"short": 3 * channels, "delta": channels + inner + 2 * heads, "scan": inner + channels + heads}
+        kind = MIXERS[self.kind]
+        if not 1 <= self.kernel <= MOST_KERNEL or self.inputs.places != places[kind] or inner % self.groups:
+            return False
+        if kind == "short":
+            return bool(inner == channels)
+        heads_fit = 1 <= self.key_heads <= heads and heads % self.key_heads == 0 and 1 <= self.dim <= MOST_STATE
+        return bool(heads_fit and inner == heads * self.size and channels == inner + 2 * keys)
 
     def work(self, tokens: int, ins: int) -> int:
         """Elements of working memory that it needs for some tokens; a float32 number may take two."""

@@ -11,7 +11,7 @@ from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed, Session, unread
 from draftproof.backends.heads.published.mtp import mtp_backend
 from draftproof.backends.hf.generate import PlainBackend
-from draftproof.backends.hf.snapshots import SnapshotBackend
+from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.engine.registry import make_drafter, make_verifier
@@ -160,7 +160,7 @@ def test_exact_output_distribution(tmp_path):
     """By enumeration, on a model with three tokens."""
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     folder = written(tmp_path, "qwen3_5_text", vocab=3, **ends)
-    target = SnapshotBackend(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), name="tiny")
+    target = LeanSnapshotBackend(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), name="tiny")
 
     def drafter():
         return make_drafter("mtp", target=target, draft=None, stopper="fixed:2")
@@ -238,10 +238,10 @@ def test_models_without_such_a_checkpoint_are_refused(tmp_path):
     own = written(tmp_path / "own", "qwen3_5_text", mtp_use_dedicated_embeddings=True)
     with pytest.raises(UserError, match="has an embedding of its own"):
         mtp_backend(target_of(own))
-    unsaved = SnapshotBackend(tiny_model(tiny_config("qwen3_5_text")), name="unsaved")
+    unsaved = LeanSnapshotBackend(tiny_model(tiny_config("qwen3_5_text")), name="unsaved")
     with pytest.raises(UserError, match="the checkpoint of unsaved cannot be read"):
         mtp_backend(unsaved)
-    other = SnapshotBackend(tiny_model(tiny_config("lfm2")), name="lfm2")
+    other = LeanSnapshotBackend(tiny_model(tiny_config("lfm2")), name="lfm2")
     with pytest.raises(UserError, match="lfm2 has no prediction layers of its own that are read here"):
         mtp_backend(other)
 

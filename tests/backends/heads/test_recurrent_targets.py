@@ -10,7 +10,7 @@ from draftproof.backends.base import Feed, Session, unread
 from draftproof.backends.cache.prefix_cache import PrefixCache
 from draftproof.backends.heads.feature_head import StandaloneHead
 from draftproof.backends.heads.published.eagle3 import eagle3_backend
-from draftproof.backends.hf.snapshots import SnapshotBackend
+from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.tree import TokenTree
 from support import published
@@ -34,7 +34,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 @functools.cache
 def target_of(name):
     """A backend of its own, since it records states from now on."""
-    target = SnapshotBackend(model(name), name=name)
+    target = LeanSnapshotBackend(model(name), name=name)
     target.record_states()
     target.record_states(LAYERS)
     return target
@@ -161,7 +161,7 @@ ALIKE = pytest.param("dflash2", marks=pytest.mark.slow)  # dspark shows the same
 @pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash", "dspark", ALIKE, "eagle", "medusa"])
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
 def test_greedy_output_equals_transformers_token_for_token(name, algorithm, tmp_path):
-    target = SnapshotBackend(model(name), name=name)
+    target = LeanSnapshotBackend(model(name), name=name)
     folder = published.WRITERS[algorithm](tmp_path / "head", target)
     expected = []
     for prompt in PROMPTS:
@@ -177,7 +177,7 @@ def test_greedy_output_equals_transformers_token_for_token(name, algorithm, tmp_
 @pytest.mark.parametrize("name", TYPES)
 def test_a_draft_after_every_round_whatever_was_accepted(name):
     """Sampled at a high temperature, so that some tokens of most drafts are accepted."""
-    target = SnapshotBackend(model(name), name=name)
+    target = LeanSnapshotBackend(model(name), name=name)
     engine = Engine(target, drafted(target, net_for(target)), make_verifier("token"))
     params = [SamplingParams(max_tokens=30, temperature=4.0, seed=seed, ignore_eos=True) for seed in range(3)]
     outputs = engine.generate(PROMPTS, params)
@@ -195,7 +195,7 @@ def test_a_draft_after_every_round_whatever_was_accepted(name):
 def test_exact_output_distribution(name, algorithm, rule, tmp_path):
     """By enumeration, on models with three tokens."""
     made = tiny_model(tiny_config(name, vocab_size=3, pad_token_id=0, bos_token_id=1, eos_token_id=2)).double()
-    target = SnapshotBackend(made, name="tiny")
+    target = LeanSnapshotBackend(made, name="tiny")
     folder = published.WRITERS[algorithm](tmp_path / "head", target)
 
     def drafter():
@@ -205,7 +205,7 @@ def test_exact_output_distribution(name, algorithm, rule, tmp_path):
 
 
 def test_a_head_as_a_model_of_its_own_reads_chains():
-    target = SnapshotBackend(model("lfm2"), name="lfm2")
+    target = LeanSnapshotBackend(model("lfm2"), name="lfm2")
     head, tokens = StandaloneHead(target, net_for(target)), text()[:9]
     session = head.open()
     whole = head.forward([Feed(session, tokens[:6], TokenTree.chain(torch.tensor(tokens[6:])))])[0].logits
@@ -214,7 +214,7 @@ def test_a_head_as_a_model_of_its_own_reads_chains():
 
 
 def test_heads_that_draft_several_chains_are_refused_with_a_reason(tmp_path):
-    target = SnapshotBackend(model("lfm2"), name="lfm2")
+    target = LeanSnapshotBackend(model("lfm2"), name="lfm2")
     folder = published.eagle3(tmp_path / "head", target)
     with pytest.raises(UserError, match="cannot read"):
         Engine(target, make_drafter(f"eagle3:{folder}x3", target=target, draft=None, stopper="fixed:3"))

@@ -182,7 +182,7 @@ def test_lean_models_are_the_same_bits_in_float32_and_bfloat16_only(monkeypatch)
     assert "258" in rounding(LeanBackend(lively_model(large), check=False))
 
 
-@pytest.mark.parametrize("make", [lambda: backend("llama"), lambda: recurrent("lfm2")])
+@pytest.mark.parametrize("make", [lambda: backend("llama"), lambda: recurrent("mamba")])
 def test_transformers_own_forward_pass_is_not(make):
     made = make()
     why, text = said(made)

@@ -159,11 +159,14 @@ class HybridLean(Lean):
         windows: the kinds of attention mask that it builds.
 
     Attributes:
+        layers: in order.
         mixers: what keeps recurrent states.
 
     Raises:
         UnreadError: a part that is not known here.
     """
+
+    layers: list[Any]
 
     def __init__(self, model: Any, windows: Windows) -> None:
         hooked = next((name or "the model" for name, each in model.named_modules() if is_hooked(each)), None)
@@ -201,7 +204,7 @@ class HybridLean(Lean):
             HybridLayer(layer, number, family, self.traits, heads=next(iter(heads)))
             for number, layer in enumerate(inner.layers)
         ]
-        self.mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
+        self.mixers: list[Mixer] = [layer.mixer for layer in self.layers if layer.mixer is not None]
         self.run_layers = NativeLayers(self.layers)
         self._pieces = {}
 
@@ -272,7 +275,7 @@ class HybridLayer:
             self._read_attention(layer.self_attn, family, factors)
         self.mixer: Mixer | None = None
         if _has(layer, family.mixer):
-            self.mixer = Mixer(getattr(layer, family.mixer), number, factors["residual"] * factors["mixed"])
+            self.mixer = Mixer(getattr(layer, family.mixer), number, self.size, factors["residual"] * factors["mixed"])
         self.factors = factors["residual"] * factors["attended"], factors["residual"] * factors["down"]
         self.inner = 0
         self.gate_up: Joint | None = None
@@ -294,9 +297,11 @@ class HybridLayer:
             list(self.traits.order or range(heads.dim)),
             heads.keys * heads.dim,
         )
-        outs = len(product_of_layer(modules[0])[1])
-        if outs not in (wide, 2 * wide):
-            raise UnreadError(f"its queries have {outs} numbers, with {heads.queries} heads of {heads.dim}")
+        outs, *others = (len(product_of_layer(module)[1]) for module in modules)
+        self.out = whole_product(getattr(attention, family.out))
+        fits = outs in (wide, 2 * wide) and others == [keys, keys] and self.out.weight.ins == wide
+        if not fits or self.out.weight.outs != self.size:
+            raise UnreadError(f"its attention has other sizes than those of {heads.queries} heads of {heads.dim}")
         # of each head its query, and then its gates where there are some
         every = torch.arange(outs).view(heads.queries, -1, heads.dim)
         rest = (outs + torch.arange(2 * keys)).view(2, heads.keys, heads.dim)
@@ -308,7 +313,6 @@ class HybridLayer:
         each = torch.cat([torch.full((part.numel(),), one) for part, one in zip(parts, of_parts, strict=True)])
         self.qkv = Joint.of_modules(modules, torch.cat([part.flatten() for part in parts]), each)
         self.gates = parts[-1].numel()
-        self.out = whole_product(getattr(attention, family.out))
         self.turned = norm_of_heads([getattr(attention, name) for name in family.turned], heads, self.traits)
 
     def _read_gated(self, gated: Any, family: Family, by: float) -> None:
@@ -322,3 +326,5 @@ class HybridLayer:
         each = torch.ones(2 * self.inner)
         each[: self.inner] = by
         self.gate_up = Joint.of_modules([getattr(gated, name) for name in family.gates], factors=each)
+        if self.gate_up.arguments.places != 2 * self.inner or self.down.weight.outs != self.size:
+            raise UnreadError(f"its {type(gated).__name__} has other sizes than those of gates")

@@ -48,8 +48,8 @@ class Joint:
         self.arguments = InputsArguments(
             count=len(products),
             places=sum(outs) if order is None else len(order),
-            order=address_of(self._order),
-            factors=address_of(self._factors),
+            order=_address_of(self._order),
+            factors=_address_of(self._factors),
         )
         for place, product in enumerate(products):
             self.arguments.of[place] = linear_arguments(product)
@@ -124,6 +124,6 @@ def whole_product(module: Any) -> Product:
     return product
 
 
-def address_of(tensor: Tensor | None) -> int | None:
+def _address_of(tensor: Tensor | None) -> int | None:
     """Where a tensor is; None where there is none."""
     return None if tensor is None else tensor.data_ptr()

@@ -35,8 +35,8 @@ from draftproof.backends.products.calibration_files import measure
 from draftproof.backends.products.packed_linear import Product, fuse, operations_for_stored, product_of
 from draftproof.errors import UserError
 from draftproof.native.ggml import StoredMatrix
-from draftproof.native.operations import MOST_DIM, Operations
-from draftproof.native.structures import Sequences
+from draftproof.native.operations import Operations
+from draftproof.native.structures import MOST_DIM, Sequences
 from draftproof.native.tensors import BITS, UNITS, MeasuredInputs
 from draftproof.peak import release_freed_memory
 from draftproof.triton.choose import fused
@@ -386,7 +386,8 @@ class Layer:
         self.mixture = None if traits.experts is None else Mixture(layer.mlp, traits, like)
         self.mixer = None
         self.gates = 0
-        self.gate_up = self.down = None
+        self.gate_up: Any = None
+        self.down: Any = None
         if self.mixture is None:
             self.gated = gate_of(like, traits.activation, pack=pack)
             self.gate_up = fuse(layer.mlp, traits.gate_up, pack=pack)

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from draftproof.backends.cache.layout import Layout
-from draftproof.backends.lean.inputs import Joint, address_of, whole_product
+from draftproof.backends.lean.inputs import Joint, whole_product
 from draftproof.backends.lean.mixture import linear_arguments
 from draftproof.backends.lean.traits import UnreadError, eps_of
 from draftproof.backends.recurrent.states import Key, State
-from draftproof.native.operations import MOST_STATE
-from draftproof.native.structures import MIXERS, MOST_KERNEL, STATES, MixerArguments, Sequences
+from draftproof.native.structures import MIXERS, STATES, MixerArguments, Sequences
 
 _NOTHING = ("transformers.activations", "torch.nn.modules.activation")  # of modules without weights
 _RULE = {"conv1d", "out_proj"}
@@ -43,7 +42,7 @@ class Parts:
     convolution: nn.Conv1d
     inputs: Joint
     numbers: Mapping[str, int | float]
-    tensors: Mapping[str, Tensor]
+    tensors: dict[str, Tensor]
 
 
 def _short(module: Any) -> Parts:
@@ -57,12 +56,14 @@ def _delta(module: Any) -> Parts:
     keys, heads = module.num_k_heads, module.num_v_heads
     sizes = {"key_heads": keys, "heads": heads, "dim": module.head_k_dim, "size": module.head_v_dim, "groups": heads}
     numbers = {**sizes, "inner": module.value_dim, "channels": module.conv_dim, **_norm(module.norm, module.head_v_dim)}
-    names, order = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), None
+    names: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    order = None
     if hasattr(module, "in_proj_qkvz"):  # of each key head: query, key, values and gates; betas and decays
         names, each = ("in_proj_qkvz", "in_proj_ba"), heads // keys
         dim, values = module.head_k_dim, each * module.head_v_dim
-        wide = torch.arange(keys * 2 * (dim + values)).view(keys, -1).split([dim, dim, values, values], 1)
-        few = (wide[-1].max() + 1 + torch.arange(keys * 2 * each)).view(keys, -1).split([each, each], 1)
+        outs = keys * 2 * (dim + values)
+        wide = torch.split(torch.arange(outs).view(keys, -1), [dim, dim, values, values], 1)
+        few = torch.split((outs + torch.arange(keys * 2 * each)).view(keys, -1), [each, each], 1)
         order = torch.cat([part.flatten() for part in (*wide, *few)])
     weight = module.norm.weight.detach().repeat(heads)
     inputs = Joint.of_modules([getattr(module, name) for name in names], order)
@@ -102,7 +103,7 @@ def _norm(norm: Any, size: int) -> dict[str, int | float]:
 
 
 def _scaled(weight: Tensor, size: int) -> Tensor:
-    return weight.float() * size**0.5
+    return weight.float().mul(size**0.5)
 
 
 _READERS: tuple[tuple[set[str], Callable[[Any], Parts]], ...] = (
@@ -121,6 +122,7 @@ class Mixer:
     Args:
         module: of transformers.
         number: of its layer.
+        size: of hidden states.
         factor: of what it adds to the hidden states.
 
     Attributes:
@@ -132,7 +134,7 @@ class Mixer:
         UnreadError: a part that is not known here.
     """
 
-    def __init__(self, module: Any, number: int, factor: float) -> None:
+    def __init__(self, module: Any, number: int, size: int, factor: float) -> None:
         kinds = {name: type(each) for name, each in module.named_children()}
         names = {name for name, kind in kinds.items() if kind.__module__ not in _NOTHING and kind is not nn.Identity}
         names |= {name for name, _ in module.named_parameters(recurse=False)}
@@ -145,23 +147,28 @@ class Mixer:
         bias, order = parts.convolution.bias, getattr(module.out_proj, "inputs", None)
         taps = parts.convolution.weight.detach().squeeze(1).t().float().contiguous()
         found = {"taps": taps, "taps_bias": None if bias is None else bias.detach().float()}
-        self._tensors = {**parts.tensors, **found, "order": None if order is None else order.to(torch.int32)}
+        found["order"] = None if order is None else order.to(torch.int32)
+        self._tensors = parts.tensors | {name: each for name, each in found.items() if each is not None}
         self.arguments = MixerArguments(
             kind=MIXERS.index(parts.kind),
             inputs=parts.inputs.arguments,
             out=linear_arguments(self._out),
             kernel=len(taps),
             **{"factor": factor, "groups": 1, **parts.numbers},
-            **{name: address_of(tensor) for name, tensor in self._tensors.items()},
+            **{name: tensor.data_ptr() for name, tensor in self._tensors.items()},
         )
         given = self.arguments
-        if taps.shape[1] != given.channels or given.kernel > MOST_KERNEL or given.dim > MOST_STATE:
+        sizes = {"taps_bias": given.channels, "order": given.inner, "norm": given.inner}
+        sizes |= dict.fromkeys(("rates", "steps", "skip"), given.heads)
+        fits = taps.shape[1] == given.channels and given.fits
+        fits = fits and (self._out.weight.ins, self._out.weight.outs) == (given.inner, size)
+        if not fits or any(len(each) != sizes.get(name, len(each)) for name, each in self._tensors.items()):
             raise UnreadError(f"its {type(module).__name__} has sizes that native code does not know")
         conv = Kept(Key("conv", number, 0), (given.kernel, given.channels), parts.convolution.weight.dtype, turned=True)
         self.kept = [conv]
         if given.heads:
-            sizes, key = (given.heads, given.dim, given.size), Key("recurrent", number, 0)
-            self.kept.append(Kept(key, sizes, torch.float32, turned=parts.kind == "scan"))
+            shape, key = (given.heads, given.dim, given.size), Key("recurrent", number, 0)
+            self.kept.append(Kept(key, shape, torch.float32, turned=parts.kind == "scan"))
 
     def __deepcopy__(self, memo: object) -> Mixer:
         return self  # C has its addresses, and nothing changes it

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftproof import native
-from draftproof.native.operations import MOST_STATE
+from draftproof.native.structures import MOST_STATE
 
 _REFUSALS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of functions of other kinds
 

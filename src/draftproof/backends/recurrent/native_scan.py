@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftproof import native
 from draftproof.backends.recurrent.even import evenly
-from draftproof.native.operations import MOST_STATE
+from draftproof.native.structures import MOST_STATE
 
 STEP = "mamba2_selective_state_update"
 """Transformers' function of one token, which changes the state that it is given."""
