@@ -57,9 +57,7 @@ class FileTensors:
         """Compare native products of some rows of each type with torch's."""
         some = {entry.type: entry for entry in self.file.tensors.values() if entry.type in TYPES}
         for entry in some.values():
-            why = why_not_exact(self._stored(entry))
-            if why is not None:
-                raise UnreadError(why)
+            refuse_inexact(self._stored(entry))
 
     def matrix(self, place: str, rows: Tensor | None = None) -> StoredMatrix | Tensor:
         """A matrix; one of blocks stays in the file. `rows` says which stored row each output is."""
@@ -86,6 +84,13 @@ class FileTensors:
             raise UnreadError(f"a tensor of {len(entry.shape)} dimensions has ggml's type {entry.type}")
         *outs, ins = entry.shape
         return StoredMatrix(entry.content, math.prod(outs), ins, entry.type, self._dtype, release=entry.release)
+
+
+def refuse_inexact(matrix: StoredMatrix) -> None:
+    """Refuse a matrix where native products with some of its rows are not torch's."""
+    why = why_not_exact(matrix)
+    if why is not None:
+        raise UnreadError(why)
 
 
 def end_tokens(file: GGUFFile) -> tuple[int, ...]:
