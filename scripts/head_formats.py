@@ -159,8 +159,8 @@ def along(target: Loaded, readers: dict[str, TargetHead], row: Row, every: int) 
                     fed = tokens[anchor + place + 1 : anchor + place + 2]
                 made.append({"head": name, "anchor": anchor, "accepted": accepted})
     finally:
-        for session in (*sessions.values(), whole, owner):
-            session.close()
+        for opened in (*sessions.values(), whole, owner):
+            opened.close()
     return made
 
 

@@ -314,6 +314,21 @@ def write_json(out: Path, content: Any) -> None:
     write_text(out, json.dumps(content, indent=2) + "\n")
 
 
+def read_object(path: Path, expected: str) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        UserError: it cannot be read, or is something else than what is `expected`.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as cause:
+        raise UserError(f"{str(path)!r} cannot be read ({reason(cause)}): expected {expected}") from cause
+    if not isinstance(found, dict):
+        raise UserError(f"{str(path)!r} is no JSON object: expected {expected}")
+    return found
+
+
 def remembered(file: Path, make: Callable[[], _Value]) -> _Value:
     """The value of a JSON file, which is made and written if it does not exist; so a resumed run repeats nothing."""
     if not file.exists():

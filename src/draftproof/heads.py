@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from draftproof.errors import UserError, reason, refuse_unknown
+from draftproof.files import read_object
 
 KINDS = ("acceptance", "log_ratio", "verifier")
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -114,11 +114,8 @@ def load_head(directory: str | Path) -> Head:
 
 
 def _read_config(path: Path) -> HeadConfig:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        version = found.pop("format", None)
-    except (ValueError, AttributeError, TypeError) as cause:
-        raise UserError(f"{str(path)!r} is not the config of a head: {reason(cause)}") from cause
+    found = read_object(path, "the config of a head")
+    version = found.pop("format", None)
     known = {field.name for field in fields(HeadConfig)}
     if version != FORMAT or not {"kind", "hidden_size", "draft", "target"} <= set(found) <= known:
         raise UserError(f"{str(path)!r} is not the config of a head of format {FORMAT}")

@@ -395,7 +395,7 @@ def test_only_some_graphs_are_kept(recorded, monkeypatch):
     session = backend.open()
     for width in (1, 2, 3, 1, 3, 2, 1, 3):
         backend.forward([Feed(session, [5] * width)])
-    (graphs_,) = backend._recorded_passes._graphs.values()
+    (graphs_,) = backend._graphs.values()
     assert len(graphs_._kept) == 2
 
 

@@ -58,8 +58,6 @@ def refuse_unsuitable(model: Any, name: str) -> None:
         raise UndraftableError(f"{name}: the config of transformers' {kind} has no {' and no '.join(absent)}: {ADVICE}")
     if getattr(model.config, "is_encoder_decoder", False):
         raise UserError(f"{name} is an encoder-decoder model: {ADVICE}")
-    if model.get_output_embeddings() is None:
-        raise UserError(f"{name} ({kind}) has no output embedding, so it is no causal language model")
     parameters = inspect.signature(model.forward).parameters
     if cache_name(model) is None:
         known = {"state", "cache"} & set(parameters)
@@ -131,9 +129,9 @@ class ModelInfo:
     @classmethod
     def of(cls, model: Any, name: str | None = None) -> ModelInfo:
         """Of a loaded transformers model."""
-        name = _named(model, name)
-        refuse_unsuitable(model, name)
-        return cls.loosely(model, name)
+        made = cls.loosely(model, name)
+        refuse_unsuitable(model, made.name)
+        return made
 
     @classmethod
     def loosely(cls, model: Any, name: str | None = None) -> ModelInfo:

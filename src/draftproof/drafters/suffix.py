@@ -23,6 +23,8 @@ from draftproof.errors import UserError, blamed_on
 from draftproof.rng import RoundRng
 
 _START = -1  # precedes the first token and ends short contexts, so that no context is a prefix of another one
+# From a request's id and the length of its match: how many tokens are of use. None: all.
+Worth = Callable[[int, int], int] | None
 
 
 class SuffixDrafter(TokenDrafter):
@@ -85,11 +87,8 @@ class SuffixDrafter(TokenDrafter):
         """See Drafter."""
         return [point_chain(found.tokens, found.origin) for found in self.look(requests)]
 
-    def look(self, requests: Sequence[DraftRequest], worth: Callable[[int, int], int] | None = None) -> list[Found]:
-        """What each request's last tokens are followed by; all requests are read before the first draft is made.
-
-        `worth` says how many tokens are of use, from a request's id and the length of its match; by default all.
-        """
+    def look(self, requests: Sequence[DraftRequest], worth: Worth = None) -> list[Found]:
+        """What each request's last tokens are followed by; all requests are read before the first draft is made."""
         rows = [self._row(request) for request in requests]
         for row in rows:
             self._read(row)
@@ -98,9 +97,7 @@ class SuffixDrafter(TokenDrafter):
             for request, row in zip(requests, rows, strict=True)
         ]
 
-    def extend(
-        self, request: DraftRequest, path: Sequence[int], worth: Callable[[int, int], int] | None = None
-    ) -> Found:
+    def extend(self, request: DraftRequest, path: Sequence[int], worth: Worth = None) -> Found:
         """What the request's tokens and a drafted path below them are followed by; it depends on nothing else."""
         row = self._row(request)
         self._read(row)
@@ -124,7 +121,7 @@ class SuffixDrafter(TokenDrafter):
         row.tokens = request.tokens
         return row
 
-    def _best(self, request: DraftRequest, row: _Indexed, worth: Callable[[int, int], int] | None) -> Found:
+    def _best(self, request: DraftRequest, row: _Indexed, worth: Worth) -> Found:
         """What the grammar forces; else the predicted text or a known suffix, whichever follows more tokens."""
         constraint = request.transforms.constraint
         forced: list[int] = []
@@ -151,9 +148,7 @@ class SuffixDrafter(TokenDrafter):
         if row.predicted is not None and len(row.read) > row.prompt_length:
             row.predicted.read(row.read[row.prompt_length :], max(start - row.prompt_length, 0))
 
-    def _follow(
-        self, request: DraftRequest, row: _Indexed, worth: Callable[[int, int], int] | None, path: Sequence[int] = ()
-    ) -> Found:
+    def _follow(self, request: DraftRequest, row: _Indexed, worth: Worth, path: Sequence[int] = ()) -> Found:
         """The draft (the most frequent successor, then its most frequent one, and so on) and the first match's size."""
         others = row.shared if _may_share(request) else None
         near = tuple([*row.read[-self._context :], *path][-self._context :][::-1])

@@ -47,20 +47,12 @@ def parse_layers(text: str) -> list[int]:
 
 def write_truncated(source: Path, keep: Sequence[int], out: Path) -> None:
     """Write the model of `source`, cut to the layers `keep`, into the empty directory `out`."""
-    config = _read_config(source)
+    config = files.read_object(source / "config.json", "that of a Hugging Face directory")
     _check_layers(keep, int(config.get("num_hidden_layers", 0)))
     tensors = _kept(_read_tensors(source), keep)
     _copy_companions(source, out)
     files.write_json(out / "config.json", _truncated_config(config, keep))
     save_file(tensors, out / _WEIGHTS, metadata={"format": "pt"})
-
-
-def _read_config(source: Path) -> dict[str, Any]:
-    try:
-        config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{source} holds no config.json to read ({error}): name a Hugging Face directory") from error
-    return config
 
 
 def _check_layers(keep: Sequence[int], depth: int) -> None:

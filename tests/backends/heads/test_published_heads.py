@@ -499,7 +499,7 @@ def test_files_that_are_missing_or_pickled_are_refused(tmp_path):
     (folder / "model.safetensors").write_bytes(b"nothing")
     refused(f"eagle3:{folder}", "cannot be read")
     (folder / "config.json").write_text("[]")
-    refused(f"eagle3:{folder}", "is no object")
+    refused(f"eagle3:{folder}", "is no JSON object")
 
 
 def test_a_hub_id_is_read_from_the_hubs_cache(tmp_path, monkeypatch):

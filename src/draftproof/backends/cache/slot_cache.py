@@ -133,9 +133,8 @@ class SlotCache:
         self._replaced = 0  # buffers
         self._units: Counter[tuple[int, int]] = Counter()  # buffers by heads, and bytes of a head's position
         self._is_paged = False
-        self._views: dict[
-            tuple[int, int | None], tuple[object, Views]
-        ] = {}  # by first slot and rows, with what they hold for
+        # by first slot and rows, with what they hold for
+        self._views: dict[tuple[int, int | None], tuple[object, Views]] = {}
         # whether buffers shall move as seldom as possible, because programs were recorded with their addresses: the
         # capacity grows by doubling then, and never shrinks
         self.pinned = False
@@ -150,9 +149,8 @@ class SlotCache:
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(
-            state, lock=threading.RLock(), _memory={}, _views={}, _is_paged=False
-        )  # a copy has plain tensors
+        # a copy has plain tensors
+        vars(self).update(state, lock=threading.RLock(), _memory={}, _views={}, _is_paged=False)
 
     # --- slots ------------------------------------------------------------------------------------------------------
 

@@ -9,9 +9,9 @@ states; for drafted tokens they are the head's own output.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -24,6 +24,11 @@ from draftproof.backends.cache.passes import in_passes
 from draftproof.backends.cache.sessions import SlotSession
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import SlotCache
+from draftproof.backends.lean.attention import Attention, Pass
+from draftproof.backends.lean.rotary import Rope
+
+States = Float[Tensor, "rows width dim"]  # a state for each token of padded feeds
+Flat = Float[Tensor, "tokens dim"]  # the same, row after row
 
 
 class HeadNet(ABC):
@@ -41,14 +46,47 @@ class HeadNet(ABC):
         return states
 
     @abstractmethod
-    def __call__(
-        self,
-        states: Float[Tensor, "rows width dim"],
-        embedded: Float[Tensor, "rows width dim"],
-        layout: Layout,
-        cache: SlotCache,
-    ) -> Float[Tensor, "rows width dim"]:
+    def __call__(self, states: States, embedded: States, layout: Layout, cache: SlotCache) -> States:
         """The states after the tokens; keys and values go to the cache."""
+
+
+class Passes:
+    """What all layers of a head share in a pass: rotary angles and masks.
+
+    Args:
+        attention: of some layer.
+        windows: of each kind of layer, the number of last positions that it sees; None for all.
+    """
+
+    def __init__(self, rope: Rope, attention: Attention, windows: Mapping[str, int | None]) -> None:
+        self._rope = rope
+        self._attention = attention
+        self._windows = windows
+
+    def __call__(self, x: States, layout: Layout, cache: SlotCache) -> tuple[Pass, dict[str, Any]]:
+        """The pass, and the mask of each kind of layer."""
+        masks = {kind: self._attention.mask(layout, window, x.dtype) for kind, window in self._windows.items()}
+        return self.at(layout, cache), masks
+
+    def at(self, layout: Layout, cache: SlotCache) -> Pass:
+        """The pass alone."""
+        rows, width = layout.ids.shape
+        return Pass(rows, width, *self._rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
+
+
+class LayeredNet(HeadNet):
+    """The network of a head whose layers are those of the lean forward."""
+
+    _passes: Passes
+
+    def __call__(self, states: States, embedded: States, layout: Layout, cache: SlotCache) -> States:
+        """See `HeadNet`."""
+        at, masks = self._passes(states, layout, cache)
+        return self._run(states.flatten(0, 1), embedded.flatten(0, 1), at, masks).view(states.shape)
+
+    @abstractmethod
+    def _run(self, x: Flat, embedded: Flat, at: Pass, masks: dict[str, Any]) -> Flat:
+        """The states after the tokens."""
 
 
 class Above(NamedTuple):
@@ -223,12 +261,10 @@ class HeadBackend(TargetHead):
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     @staticmethod
-    def _padded(rows: list[Tensor]) -> Float[Tensor, "rows width dim"]:
+    def _padded(rows: list[Tensor]) -> States:
         return rows[0].unsqueeze(0) if len(rows) == 1 else pad_sequence(rows, batch_first=True)
 
-    def _outputs(
-        self, feeds: Sequence[Feed], out: Float[Tensor, "rows width dim"], *, hidden: bool
-    ) -> list[FeedOutput]:
+    def _outputs(self, feeds: Sequence[Feed], out: States, *, hidden: bool) -> list[FeedOutput]:
         """Rows for the last chain token and the nodes of each feed, for the tokens that the head can draft."""
         chosen = [out[row, max(len(feed.tokens) - 1, 0) : len(feed)] for row, feed in enumerate(feeds)]
         logits = self.net.logits(torch.cat(chosen) if len(chosen) > 1 else chosen[0])

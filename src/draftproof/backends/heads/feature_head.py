@@ -7,16 +7,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.backends.base import Feed, FeedOutput
-from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.cache.slot_cache import SlotCache
-from draftproof.backends.heads.base import FollowingSession, HeadBackend, HeadNet
+from draftproof.backends.heads.base import Flat, FollowingSession, HeadBackend, LayeredNet, Passes
 from draftproof.backends.heads.feature_net import EPS, FeatureConfig, FeatureNet, rotary
 from draftproof.backends.lean.attention import Pass
 from draftproof.backends.lean.layers import Layer, Norm, in_order
@@ -28,7 +27,7 @@ from draftproof.errors import UserError
 _KIND = "full_attention"
 
 
-class LeanNet(HeadNet):
+class LeanNet(LayeredNet):
     """A head's network as the lean forward runs a layer: the same numbers as `FeatureNet`, in fewer operations."""
 
     def __init__(self, net: FeatureNet, target: SlotBackend, bits: int | None = None) -> None:
@@ -38,7 +37,6 @@ class LeanNet(HeadNet):
         self.ids = None if config.ids == target.vocab_size else net.ids
         output = Product(target.output_rows(net.ids) if net.output is None else net.output.weight.detach())
         self.logits = output
-        self._window = config.window
         self._states, self._embedded, self._last = (Norm(_norm(net.norms[place])) for place in (0, 1, 4))
         self._fuse = Product(net.fuse.weight.detach())
         layer = Layer(_llama_layer(net), 0, _KIND)
@@ -50,23 +48,13 @@ class LeanNet(HeadNet):
                 )
             layer, self._fuse = layer.quantized(bits), self._fuse.quantized(bits)
             self.logits = output.quantized_output(bits)
-        self._attention = layer.attention
         self._run_layers = in_order([layer])
-        self._rope = Rope(partial(_angles, config), net.fuse.weight.detach())
+        rope = Rope(partial(_angles, config), net.fuse.weight.detach())
+        self._passes = Passes(rope, layer.attention, {_KIND: config.window})
 
-    def __call__(
-        self,
-        states: Float[Tensor, "rows width dim"],
-        embedded: Float[Tensor, "rows width dim"],
-        layout: Layout,
-        cache: SlotCache,
-    ) -> Float[Tensor, "rows width dim"]:
-        """See `FeatureNet.forward`; keys and values go to the cache."""
-        rows, width, _ = states.shape
-        at = Pass(rows, width, *self._rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
-        masks = {_KIND: self._attention.mask(layout, self._window, states.dtype)}
-        x = self._fuse(torch.cat([self._states(states), self._embedded(embedded)], -1).flatten(0, 1))
-        return self._last(self._run_layers(x, at, masks)).view(states.shape)
+    def _run(self, x: Flat, embedded: Flat, at: Pass, masks: dict[str, Any]) -> Flat:
+        x = self._fuse(torch.cat([self._states(x), self._embedded(embedded)], -1))
+        return self._last(self._run_layers(x, at, masks))
 
 
 def _llama_layer(net: FeatureNet) -> SimpleNamespace:

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
 from draftproof.errors import UserError, reason
+from draftproof.files import read_object
 
 CONFIG, WEIGHTS, FORMAT = "config.json", "model.safetensors", 1
 EPS = 1e-5  # of every norm
@@ -180,11 +180,8 @@ def load_net(directory: str | Path) -> FeatureNet:
 
 
 def _read_config(path: Path) -> FeatureConfig:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        kind, version = found.pop("kind", None), found.pop("format", None)
-    except (ValueError, AttributeError, TypeError) as cause:
-        raise UserError(f"{str(path)!r} is not the config of a feature head: {reason(cause)}") from cause
+    found = read_object(path, "the config of a feature head")
+    kind, version = found.pop("kind", None), found.pop("format", None)
     known = {field.name for field in fields(FeatureConfig)}
     needed = {"target", "hidden_size", "vocab_size", "heads", "key_heads", "inner_size", "ids"}
     if (kind, version) != ("feature_head", FORMAT) or not needed <= set(found) <= known:

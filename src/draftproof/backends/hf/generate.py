@@ -25,6 +25,7 @@ from draftproof.errors import UserError, reason
 
 _PROMPT, _STEPS = 5, 4  # tokens of the check
 _OF_GENERATE = {"synced_gpus", "streamer"}  # arguments of the loop, not of the model
+_Step = tuple[Float[Tensor, " vocab"], dict[str, Any]]  # logits, and the arguments of the model's next call
 
 
 @dataclass
@@ -119,15 +120,13 @@ class PlainBackend(SlotBackend):
         self._latest = session
         return row
 
-    def _first(self, ids: Int[Tensor, "1 tokens"]) -> tuple[Float[Tensor, " vocab"], dict[str, Any]]:
+    def _first(self, ids: Int[Tensor, "1 tokens"]) -> _Step:
         options = self._prepared(ids)
         caches = (options.get(name) for name in cache_names() if name != "cache_params")
         width = ids.shape[1] if any(cache is not None for cache in caches) else None
         return self._call(ids, width, options, is_first_iteration=True)
 
-    def _next(
-        self, ids: Int[Tensor, "1 tokens"], options: dict[str, Any]
-    ) -> tuple[Float[Tensor, " vocab"], dict[str, Any]]:
+    def _next(self, ids: Int[Tensor, "1 tokens"], options: dict[str, Any]) -> _Step:
         return self._call(ids, 1 if options.get("use_cache") else None, options)
 
     def _prepared(self, ids: Int[Tensor, "1 tokens"]) -> dict[str, Any]:
@@ -153,9 +152,7 @@ class PlainBackend(SlotBackend):
         self.model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=instead)
         return {name: value for name, value in found[0].items() if name not in _OF_GENERATE}
 
-    def _call(
-        self, ids: Int[Tensor, "1 tokens"], width: int | None, options: dict[str, Any], **more: Any
-    ) -> tuple[Float[Tensor, " vocab"], dict[str, Any]]:
+    def _call(self, ids: Int[Tensor, "1 tokens"], width: int | None, options: dict[str, Any], **more: Any) -> _Step:
         model = self.model
         inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=width, **more, **options)
         out = model(**inputs, return_dict=True)

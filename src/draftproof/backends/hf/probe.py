@@ -35,10 +35,8 @@ from draftproof.tree import TokenTree
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 _SHORT = 9  # tokens of the check of every model
 _LOWERED = 6  # the lowered value of a limit
-_TINY, _AFFORDABLE = (
-    2e9,
-    4e12,
-)  # floating-point operations of a pass that may always be made, and of one where it matters
+# Floating-point operations of a pass that may always be made, and of one where it matters.
+_TINY, _AFFORDABLE = 2e9, 4e12
 _ROPE = "original_max_position_embeddings"
 _LENGTHS = (_ROPE, "attention_chunk_size", "floor_scale")
 _SELECTING = ("keep_window_size",)  # past such a limit keys count by their content (Doge): no few tokens show all cases

@@ -106,7 +106,9 @@ def quantizing(
     made: dict[nn.Module, nn.Module] = {}
     for path, layer in layers.items():
         if layer not in made:
-            made[layer] = _quantized(layer, bits, output=layer is head, inputs=statistics[layer].found())
+            matrix, inputs = matrix_of(layer), statistics[layer].found()
+            assert matrix is not None, "the layer is linear"
+            made[layer] = QuantizedLinear(matrix, layer.bias, bits, output=layer is head, inputs=inputs)
             yield None
         put(copied, path, made[layer])
     for path, module in model.named_modules():
@@ -151,9 +153,3 @@ def _why_not(model: Any, layers: dict[str, Any], bits: int) -> str | None:
     if native.operations_for(weights[0]) is None:
         return f"there are no native products of {weights[0].dtype} here (and DRAFTPROOF_NATIVE must not be 0)"
     return None
-
-
-def _quantized(layer: Any, bits: int, *, output: bool, inputs: MeasuredInputs | None) -> nn.Module:
-    matrix = matrix_of(layer)
-    assert matrix is not None, "the caller chose linear layers"
-    return QuantizedLinear(matrix.detach(), layer.bias, bits, output=output, inputs=inputs)

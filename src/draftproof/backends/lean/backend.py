@@ -114,8 +114,15 @@ class LeanForward(SlotBackend):
 
     def first_layers(self, layers: int) -> LeanForward:
         """The model's first layers on the same weights and in the same cache."""
-        made = self.around(self.facts, self.lean.first(layers), self._cache)
+        return self._form(self.facts, self.lean.first(layers), self._cache)
+
+    def _form(self, facts: ModelInfo, lean: Lean, cache: SlotCache | None = None) -> LeanForward:
+        """The same as `around`, with the capabilities and the limits of this backend."""
+        made = self.around(facts, lean, cache)
+        made.max_positions = self.max_positions
+        made.bounded_by = self.bounded_by
         made.capabilities = self.capabilities
+        made.prefill = self.prefill
         return made
 
     def quantizing(self, bits: int) -> Iterator[LeanForward | None]:
@@ -126,8 +133,7 @@ class LeanForward(SlotBackend):
             with self._cache.lock:  # the passes share parts with those of the model
                 lean = next(steps)
             if lean is not None:
-                made = self.around(replace(self.facts, bits=bits), lean, self._cache)
-                made.capabilities = self.capabilities
+                made = self._form(replace(self.facts, bits=bits), lean, self._cache)
             yield made
 
     def _written(self, lean: Lean, statistics: Collection[InputStatistics]) -> Iterator[None]:
@@ -141,12 +147,7 @@ class LeanForward(SlotBackend):
         """See `SlotBackend.rounded`."""
         *_, lean = self.lean.quantizing(bits, self.name, self._written, kept=self.keeps, head_bits=BITS[-1])
         assert lean is not None, "the last step gives the model"
-        made = self.around(replace(self.facts, bits=bits), lean)
-        made.max_positions = self.max_positions
-        made.bounded_by = self.bounded_by
-        made.capabilities = self.capabilities
-        made.prefill = self.prefill
-        return made
+        return self._form(replace(self.facts, bits=bits), lean)
 
     def round_kv(self) -> None:
         """See `SlotBackend.round_kv`."""
@@ -166,14 +167,10 @@ class LeanForward(SlotBackend):
         lean = architecture.lean_from(StateWeights(state, self.dtype, self.device))
         lean.rope = self.lean.rope
         lean.windows = self.lean.windows
-        made = self.around(self.facts, lean)
+        made = self._form(self.facts, lean)
         if self._cache.rounds:
             made.round_kv()
-        made.max_positions = self.max_positions
-        made.bounded_by = self.bounded_by
         made.keeps = False
-        made.capabilities = self.capabilities
-        made.prefill = self.prefill
         return made
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.accelerator import sent
@@ -35,7 +34,7 @@ MOST = 64  # graphs kept; the one that was used least recently is dropped
 _SEEN = 256  # sets that came once
 _WARM_UP = 2  # calls before a recording: libraries set themselves up in the first ones, which a recording cannot hold
 
-Run = Callable[..., tuple[Tensor, ...]]
+Run = Callable[[Mapping[str, Tensor], Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, ...]]
 _log = logging.getLogger(__name__)
 
 
@@ -47,18 +46,52 @@ class GraphForward(LeanForward):
     def __init__(self, facts: ModelInfo, lean: Lean, *, cache: SlotCache | None = None) -> None:
         super().__init__(facts, lean, cache=cache)
         self._cache.pinned = True
-        self._recorded_passes = RecordedPasses(lean, bucket=_BUCKET)
+        # by the layers whose states are taken, and whether rows are neighbours in the cache
+        self._graphs: dict[tuple[tuple[int, ...], bool], Graphs] = {}
 
     def around(self, facts: ModelInfo, lean: Lean, cache: SlotCache | None = None) -> LeanForward:
         """See LeanForward."""
         return forward_of(facts, lean, cache)
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
-        made = self._recorded_passes(layout, self._cache) if layout.width <= WIDEST else None
+        made = self._replayed(layout) if layout.width <= WIDEST else None
         if made is None:
             return super()._compute(layout, hidden=hidden)
         logits, states = made
         return logits, states if hidden else None
+
+    def _replayed(self, layout: Layout) -> tuple[Tensor, Tensor] | None:
+        """Logits and states of every column, [rows, width, ...]; None where the cache has no buffers yet.
+
+        States of `layout.layers` go to `layout.taken`. Padding is computed and written like any token, to positions
+        that are overwritten before they are read.
+        """
+        plan, device = layout.plan, layout.device
+        rows, width = layout.ids.shape
+        horizon = -(-plan.horizon // _BUCKET) * _BUCKET
+        self._cache.claim(plan.slots, [base + width for base in plan.bases])
+        self._cache.reserve(horizon)
+        neighbours = plan.contiguous
+        views = self._cache.views(plan.slots[0], rows) if neighbours else self._cache.views()
+        if views is None:
+            return None
+        places = (sent(plan.bases, device).unsqueeze(1) + torch.arange(width, device=device)).flatten()
+        ids, positions = (part.flatten().contiguous() for part in (layout.ids, layout.positions))
+        cos, sin = self.lean.rope(positions, plan.horizon)
+        own = torch.arange(rows, device=device) if neighbours else sent(plan.slots, device)
+        given = {"ids": ids, "cos": cos, "sin": sin, "slots": own.repeat_interleave(width), "places": places}
+        given |= {kind: self._mask(layout, window, horizon) for kind, window in self.lean.windows.now().items()}
+        key = layout.layers, neighbours
+        if key not in self._graphs:
+            self._graphs[key] = Graphs(_pass_of(self.lean, layout.layers, neighbours=neighbours))
+        logits, states, *taken = (each.view(rows, width, -1) for each in self._graphs[key](given, *views))
+        layout.taken.update(zip(layout.layers, taken, strict=True))
+        return logits, states
+
+    def _mask(self, layout: Layout, window: int | None, horizon: int) -> Tensor:
+        dtype = self.dtype
+        mask = layout.mask(window, dtype).repeat_interleave(self.lean.layers[0].heads.group, 2)
+        return F.pad(mask, (0, horizon - mask.shape[-1]), value=torch.finfo(dtype).min)
 
 
 def forward_of(facts: ModelInfo, lean: Lean, cache: SlotCache | None = None) -> LeanForward:
@@ -94,76 +127,23 @@ class GraphBackend(LeanBackend, GraphForward):
         _log.info("recorded in %.0f s", time.perf_counter() - start)
 
 
-class RecordedPasses:
-    """Passes over narrow feeds, recorded as CUDA graphs."""
-
-    def __init__(self, lean: Lean, *, bucket: int) -> None:
-        self._lean = lean
-        self._bucket = bucket
-        self._graphs: dict[
-            tuple[tuple[int, ...], bool], Graphs
-        ] = {}  # by the layers whose states are taken, neighbours
-
-    def __call__(
-        self, layout: Layout, cache: SlotCache
-    ) -> tuple[Float[Tensor, "rows width vocab"], Float[Tensor, "rows width dim"]] | None:
-        """Logits and states of every column; None where the cache has no buffers yet.
-
-        States of `layout.layers` go to `layout.taken`. Padding is computed and written like any token, to positions
-        that are overwritten before they are read.
-        """
-        plan, device = layout.plan, layout.device
-        rows, width = layout.ids.shape
-        horizon = -(-plan.horizon // self._bucket) * self._bucket
-        cache.claim(plan.slots, [base + width for base in plan.bases])
-        cache.reserve(horizon)
-        neighbours = plan.contiguous
-        views = cache.views(plan.slots[0], rows) if neighbours else cache.views()
-        if views is None:
-            return None
-        places = (sent(plan.bases, device).unsqueeze(1) + torch.arange(width, device=device)).flatten()
-        ids, positions = (part.flatten().contiguous() for part in (layout.ids, layout.positions))
-        masks = {kind: self._mask(layout, window, horizon) for kind, window in self._lean.windows.now().items()}
-        cos, sin = self._lean.rope(positions, plan.horizon)
-        own = torch.arange(rows, device=device) if neighbours else sent(plan.slots, device)
-        key = layout.layers, neighbours
-        if key not in self._graphs:
-            self._graphs[key] = Graphs(_pass_of(self._lean, layout.layers, neighbours=neighbours))
-        made = self._graphs[key](ids, cos, sin, masks, own.repeat_interleave(width), places, *views)
-        logits, states, *taken = (each.view(rows, width, -1) for each in made)
-        layout.taken.update(zip(layout.layers, taken, strict=True))
-        return logits, states
-
-    def _mask(self, layout: Layout, window: int | None, horizon: int) -> Tensor:
-        dtype = self._lean.embed.weight.dtype
-        mask = layout.mask(window, dtype).repeat_interleave(self._lean.layers[0].heads.group, 2)
-        return F.pad(mask, (0, horizon - mask.shape[-1]), value=torch.finfo(dtype).min)
-
-
 def _pass_of(lean: Lean, layers: tuple[int, ...], *, neighbours: bool) -> Run:
     """The layers as a function of tensors only: logits, last states, and the states after some layers.
 
-    Keys and values are those of the rows, or where these are not neighbours of all slots.
+    Masks have the names of their kinds. Keys and values are those of the rows, or where these are not neighbours of all
+    slots.
     """
 
-    def run(
-        ids: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        masks: dict[str, Tensor],
-        slots: Tensor,
-        places: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
-    ) -> tuple[Tensor, ...]:
-        rows, _, _, horizon = next(iter(masks.values())).shape
+    def run(given: Mapping[str, Tensor], keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        ids, slots = given["ids"], given["slots"]
+        rows, _, _, horizon = given[lean.layers[0].kind].shape
         read = None if neighbours else slots.view(rows, -1)[:, 0]
-        buffers = Cells(keys, values, slots, places, horizon, read)
-        at = Pass(rows, ids.shape[0] // rows, cos, sin, buffers, None)
+        buffers = Cells(keys, values, slots, given["places"], horizon, read)
+        at = Pass(rows, ids.shape[0] // rows, given["cos"], given["sin"], buffers, None)
         x = lean.enter(ids)
         taken = [x.clone()] if 0 in layers else []  # clones: layers may overwrite x
         for number, layer in enumerate(lean.layers, 1):
-            x = layer(x, at, masks[layer.kind])
+            x = layer(x, at, given[layer.kind])
             if number in layers:
                 taken.append(x.clone())
         states = lean.norm(x)
@@ -179,7 +159,7 @@ def _pass_of(lean: Lean, layers: tuple[int, ...], *, neighbours: bool) -> Run:
 class _Graph:
     """A recording."""
 
-    inputs: Sequence[Tensor]
+    inputs: Mapping[str, Tensor]
     outputs: tuple[Tensor, ...]
     replay: Callable[[], None]
 
@@ -191,8 +171,8 @@ class Graphs:
     lengths.
 
     Args:
-        run: takes `ids, cos, sin, masks, slots, places, keys, values`, as `RecordedPasses` passes them. It may write to
-            keys and values only, the same whenever it is repeated, and may not wait for the device.
+        run: takes tensors by name, keys and values. It may write to keys and values only, the same whenever it is
+            repeated, and may not wait for the device.
     """
 
     def __init__(self, run: Run) -> None:
@@ -205,28 +185,20 @@ class Graphs:
         self._fails = False
 
     def __call__(
-        self,
-        ids: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        masks: Mapping[str, Tensor],
-        slots: Tensor,
-        places: Tensor,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
+        self, given: Mapping[str, Tensor], keys: Sequence[Tensor], values: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """What the function returns, in memory of its own."""
-        given, kinds = [ids, cos, sin, slots, places, *masks.values()], tuple(masks)
-        key = (kinds, self._number(keys, values), tuple((each.shape, each.dtype) for each in given))
+        shapes = tuple((name, each.shape, each.dtype) for name, each in given.items())
+        key = (self._number(keys, values), shapes)
         graph = self._kept.pop(key, None)
         if graph is None and key in self._seen and not self._fails:
-            graph = self._recorded(given, kinds, keys, values)
+            graph = self._recorded(given, keys, values)
         if graph is None:
             _keep(self._seen, key, None, _SEEN)
-            return self._run(ids, cos, sin, masks, slots, places, keys, values)
+            return self._run(given, keys, values)
         _keep(self._kept, key, graph, MOST)
-        for mine, each in zip(graph.inputs, given, strict=True):
-            mine.copy_(each)
+        for name, mine in graph.inputs.items():
+            mine.copy_(given[name])
         graph.replay()
         return tuple(each.clone() for each in graph.outputs)
 
@@ -240,20 +212,13 @@ class Graphs:
             self._latest = keys, values, self._numbers.setdefault(buffers, len(self._numbers))
         return self._latest[2]
 
-    def _recorded(
-        self, given: Sequence[Tensor], kinds: Sequence[str], keys: Sequence[Tensor], values: Sequence[Tensor]
-    ) -> _Graph | None:
+    def _recorded(self, given: Mapping[str, Tensor], keys: Sequence[Tensor], values: Sequence[Tensor]) -> _Graph | None:
         """A recording; None where the device cannot record, once and for all: the results are the same without."""
-        mine = [each.clone() for each in given]
-
-        def again() -> tuple[Tensor, ...]:
-            ids, cos, sin, slots, places, *masks = mine
-            return self._run(ids, cos, sin, dict(zip(kinds, masks, strict=True)), slots, places, keys, values)
-
+        mine = {name: each.clone() for name, each in given.items()}
         if self._pool is None:
             self._pool = new_pool()
         try:
-            outputs, replay = record(again, self._pool)
+            outputs, replay = record(lambda: self._run(mine, keys, values), self._pool)
         except RuntimeError as cause:
             self._fails = True
             _log.warning("CUDA cannot record the passes of a model (%s): they take longer", reason(cause))

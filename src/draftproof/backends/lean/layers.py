@@ -64,7 +64,7 @@ class Lean:
         inner = model.model
         tied = model.lm_head.weight is inner.embed_tokens.weight
         self.traits = traits
-        self.embed = embedding_of(inner.embed_tokens.weight, traits.embedding)
+        self.embed = Embedding(inner.embed_tokens.weight, traits.embedding)
         self.tied = tied
         self.head = product_of(self.embed.weight, pack=pack) if tied else fuse(model, ["lm_head"], pack=pack)
         like = inner.norm.weight
@@ -106,9 +106,13 @@ class Lean:
 
     def first(self, layers: int) -> Lean:
         """The same with its first layers only."""
+        return self._of(self.layers[:layers])
+
+    def _of(self, layers: list[Layer]) -> Lean:
+        """The same with other layers."""
         made = copy.copy(self)
-        made.layers = self.layers[:layers]
-        made.run_layers = in_order(made.layers)
+        made.layers = layers
+        made.run_layers = in_order(layers)
         made._pieces = {}  # noqa: SLF001 - of this class
         return made
 
@@ -142,19 +146,17 @@ class Lean:
             weights = {place: product.numbers for place, product in products.items()}
             measured = partial(write, self._measured(statistics))
             yield from measure(statistics, weights, measured, name=name, kept=kept)
-        made = copy.copy(self)
-        made.layers = []
+        layers = []
         for number, layer in enumerate(self.layers):
             inputs = {each: statistics[_place(number, each)].found() for each in layer.products}
-            made.layers.append(layer.quantized(bits, inputs))
+            layers.append(layer.quantized(bits, inputs))
             yield None
+        made = self._of(layers)
         table = self.embed.weight if self.tied else None
         if head_bits is None:
             made.head = self.head.quantized_output(bits, table, statistics[_HEAD].found())
         else:
             made.head = self.head.quantized(head_bits)
-        made.run_layers = in_order(made.layers)
-        made._pieces = {}  # noqa: SLF001 - of this class
         yield made
 
     def _products(self) -> Iterator[tuple[int, Layer, str]]:
@@ -163,16 +165,12 @@ class Lean:
 
     def _measured(self, statistics: Mapping[str, InputStatistics]) -> Lean:
         """The same, whose products add to the statistics of their inputs."""
-        made = copy.copy(self)
-        made.layers = []
-        for number, layer in enumerate(self.layers):
-            each = copy.copy(layer)
-            for name in layer.products:
-                setattr(each, name, MeasuredProduct(getattr(layer, name), statistics[_place(number, name)]))
-            made.layers.append(each)
+        layers = [copy.copy(layer) for layer in self.layers]
+        for number, layer, name in self._products():
+            measured = MeasuredProduct(getattr(layer, name), statistics[_place(number, name)])
+            setattr(layers[number], name, measured)
+        made = self._of(layers)
         made.head = MeasuredProduct(self.head, statistics[_HEAD])
-        made.run_layers = in_order(made.layers)
-        made._pieces = {}  # noqa: SLF001 - of this class
         return made
 
     def _why_not_quantized(self, bits: int) -> str | None:
@@ -229,32 +227,20 @@ class Lean:
 
 
 class Embedding:
-    """Rows of a table by token id."""
+    """Rows of a table by token id; those of a table of few bits are read as they are stored."""
 
     def __init__(self, weight: Float[Tensor, "vocab dim"] | StoredMatrix, factor: float = 1.0) -> None:
         self.weight: Any = weight
         self.factor = factor
-
-    def __call__(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
-        """The rows."""
-        return _scaled(F.embedding(ids, self.weight), self.factor)
-
-
-class StoredEmbedding(Embedding):
-    """The same with a table of few bits, whose rows are read as they are stored."""
-
-    def __init__(self, weight: StoredMatrix, factor: float = 1.0) -> None:
-        super().__init__(weight, factor)
-        self._rows = operations_for_stored(weight).ggml_rows
+        self._rows = operations_for_stored(weight).ggml_rows if isinstance(weight, StoredMatrix) else _plain_rows
 
     def __call__(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
         """The rows."""
         return _scaled(self._rows(self.weight, ids), self.factor)
 
 
-def embedding_of(weight: Any, factor: float) -> Embedding:
-    """The embedding with a plain table, or with one of few bits."""
-    return (StoredEmbedding if isinstance(weight, StoredMatrix) else Embedding)(weight, factor)
+def _plain_rows(weight: Float[Tensor, "vocab dim"], ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
+    return F.embedding(ids, weight)
 
 
 def _scaled(x: Float[Tensor, "*shape"], factor: float) -> Float[Tensor, "*shape"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from draftproof import models
 from draftproof.backends.hf.probe import TOLERANCE, distance
 from draftproof.backends.model_info import sample_logits
 from draftproof.errors import UserError, reason
+from draftproof.files import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 INSTALL = "pip install peft"
@@ -41,7 +41,7 @@ def base_of(source: str) -> str | None:
         if found is None:
             return None
         config = Path(found)
-    named = _read(config).get("base_model_name_or_path")
+    named = read_object(config, "an adapter that save_pretrained wrote").get("base_model_name_or_path")
     try:
         return models.resolve(named if isinstance(named, str) else "")
     except UserError as cause:
@@ -111,16 +111,6 @@ def _folder(adapter: str) -> Path:
                 "peft's save_pretrained wrote)"
             )
     return folder
-
-
-def _read(config: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as cause:
-        raise UserError(f"{str(config)!r} cannot be read: {reason(cause)}") from cause
-    if not isinstance(found, dict):
-        raise UserError(f"{str(config)!r} is no JSON object: write the adapter again with save_pretrained")
-    return found
 
 
 def _wrapped(model: Any, folder: Path, adapter: str) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from draftproof.backends.loading.gguf_rotary import (
 from draftproof.backends.loading.gguf_tensors import FileTensors, end_tokens, experts_of, named, single
 from draftproof.backends.loading.options import ACTIVATIONS, LoadOptions
 from draftproof.backends.model_info import ModelInfo
-from draftproof.backends.new_weights import misfit
+from draftproof.backends.new_weights import EMBEDDING, misfit
 from draftproof.errors import UserError
 from draftproof.models.gguf_file import GGUFFile, TensorEntry, generation_config
 from draftproof.native.operations import Operations
@@ -167,28 +167,42 @@ def read_model(
     weights = _FileWeights(file, dtype, dense=activations == "float")
     architecture = architecture_of(file, weights.family, weights.floats)
     state = weights.state(architecture)
-    if "model.embed_tokens.weight" not in state:
+    if EMBEDDING not in state:
         raise UnreadError("it has no token_embd.weight")
-    vocab, hidden = state["model.embed_tokens.weight"].shape
-    problem = misfit({key: entry.shape for key, entry in state.items()}, architecture.shapes(state, hidden, vocab))
-    if problem is not None:
-        raise UnreadError(f"its tensors {problem}")
     if check:
         weights.check()
-    facts = ModelInfo(
+    return own_forward(
+        weights,
+        architecture,
+        state,
         name=name,
-        vocab_size=vocab,
-        hidden_size=hidden,
-        layers=architecture.layers,
-        max_positions=longest(file),
         dtype=dtype,
-        device=torch.device("cpu"),
         bits=weights.bits,
+        max_positions=longest(file),
         eos_token_ids=end_tokens(file),
         bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
         sampling_defaults=generation_config(file),
     )
-    return LeanForward(facts, architecture.lean_from(weights))
+
+
+def own_forward(
+    weights: TensorsByName, architecture: Architecture, state: Mapping[str, Any], **facts: Any
+) -> LeanForward:
+    """The lean forward over weights in their own numbers, which `state` has by name, with their shapes.
+
+    The other facts are fields of `ModelInfo` that the weights do not say.
+
+    Raises:
+        UnreadError: other tensors than the architecture has.
+    """
+    vocab, hidden = state[EMBEDDING].shape
+    problem = misfit({key: each.shape for key, each in state.items()}, architecture.shapes(state, hidden, vocab))
+    if problem is not None:
+        raise UnreadError(f"its tensors {problem}")
+    found = ModelInfo(
+        vocab_size=vocab, hidden_size=hidden, layers=architecture.layers, device=torch.device("cpu"), **facts
+    )
+    return LeanForward(found, architecture.lean_from(weights))
 
 
 def family_of(name: str) -> Family:

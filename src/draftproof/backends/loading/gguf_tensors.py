@@ -57,9 +57,7 @@ class FileTensors:
         """Compare native products of some rows of each type with torch's."""
         some = {entry.type: entry for entry in self.file.tensors.values() if entry.type in TYPES}
         for entry in some.values():
-            why = why_not_exact(self._stored(entry))
-            if why is not None:
-                raise UnreadError(why)
+            refuse_inexact(self._stored(entry))
 
     def matrix(self, place: str, rows: Tensor | None = None) -> StoredMatrix | Tensor:
         """A matrix; one of blocks stays in the file. `rows` says which stored row each output is."""
@@ -93,6 +91,13 @@ def floats_of(file: GGUFFile, place: str) -> Tensor:
         raise UnreadError(f"its {place} is of ggml's type {entry.type}")
     content = torch.frombuffer(entry.map, dtype=FLOATS[entry.type], count=math.prod(entry.shape), offset=entry.offset)
     return content.to(torch.float32, copy=True).view(entry.shape)
+
+
+def refuse_inexact(matrix: StoredMatrix) -> None:
+    """Refuse a matrix where native products with some of its rows are not torch's."""
+    why = why_not_exact(matrix)
+    if why is not None:
+        raise UnreadError(why)
 
 
 def end_tokens(file: GGUFFile) -> tuple[int, ...]:

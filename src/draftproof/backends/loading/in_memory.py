@@ -6,6 +6,7 @@ Both go by a shallow copy of the model, so that neither keeps the model itself a
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -23,7 +24,6 @@ from draftproof.backends.lean.backend import LeanForward, readable_traits
 from draftproof.backends.lean.graph_backend import forward_of
 from draftproof.backends.lean.layers import Lean
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
-from draftproof.backends.lean.traits import Traits
 from draftproof.backends.loading.by_name import LEAN_KINDS, suitable
 from draftproof.backends.model_info import ModelInfo
 from draftproof.errors import UserError
@@ -96,47 +96,18 @@ def _lean(model: Any, name: str | None, form: Callable[[ModelInfo, Lean], LeanFo
     traits = readable_traits(model, facts.name)
     probe = Probe(model, facts.name) if check else None
     windows = windows_of(model) if probe is None else probe.windows
-    lean = Lean(stand_in(model, traits), windows, traits, getattr(model.config, "layer_types", None))
+    lean = Lean(_parts_of(model), windows, traits, getattr(model.config, "layer_types", None))
     made = form(facts, lean)
     if probe is not None:
         probe.check(made, beyond=False)
     return made
 
 
-def stand_in(model: Any, traits: Traits) -> SimpleNamespace:
-    """The weights of a model under the same names, for `Lean` to take apart in the model's place."""
-    inner = model.model
-    embedding = SimpleNamespace(weight=inner.embed_tokens.weight.detach())
-    tied = model.lm_head.weight is inner.embed_tokens.weight
-    head = _linear(model.lm_head)
-    if tied:
-        head.weight = embedding.weight
-    layers = [_layer(layer, traits) for layer in inner.layers]
-    return SimpleNamespace(lm_head=head, model=SimpleNamespace(embed_tokens=embedding, layers=layers, norm=inner.norm))
-
-
-def _layer(layer: Any, traits: Traits) -> SimpleNamespace:
-    attention = layer.self_attn
-    parts = {
-        part: {name: _linear(getattr(getattr(layer, part), name)) for name in names}
-        for part, names in traits.linear.items()
-    }
-    return SimpleNamespace(
-        **{name: getattr(layer, name) for name in traits.norms if name},
-        self_attn=SimpleNamespace(
-            head_dim=attention.head_dim,
-            scaling=attention.scaling,
-            config=attention.config,
-            **parts["self_attn"],
-            **{name: getattr(attention, name) for name in traits.turned},
-        ),
-        mlp=SimpleNamespace(**parts["mlp"]),
-    )
-
-
-def _linear(layer: Any) -> SimpleNamespace:
-    bias = None if layer.bias is None else layer.bias.detach()
-    return SimpleNamespace(weight=layer.weight.detach(), bias=bias, out_features=layer.out_features)
+def _parts_of(model: Any) -> SimpleNamespace:
+    """Copies of a model's modules that share its tensors, for `Lean` to take apart in the model's place."""
+    shared = {id(each): each.detach() for each in model.parameters()}
+    decoder, head = copy.deepcopy((model.model, model.lm_head), shared)
+    return SimpleNamespace(model=decoder, lm_head=head)
 
 
 def _fits(model: Any) -> bool:

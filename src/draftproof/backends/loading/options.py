@@ -85,11 +85,8 @@ def parse_dtype(name: str) -> torch.dtype | str:
 def parse_device(name: str | None) -> torch.device:
     """The torch device of a name; None picks an accelerator when there is one."""
     if name is None:
-        return (
-            torch.accelerator.current_accelerator() or torch.device("cpu")
-            if torch.accelerator.is_available()
-            else torch.device("cpu")
-        )
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return found or torch.device("cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -7,7 +7,6 @@ other bits, other architectures) is an `UnreadError`, and transformers reads the
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,15 +25,17 @@ from draftproof.backends.lean.backend import LeanForward
 from draftproof.backends.lean.checkpoint import Weights
 from draftproof.backends.lean.traits import UnreadError
 from draftproof.backends.loading.by_name import load_backend
-from draftproof.backends.loading.gguf_model import Family, architecture_of, family_of
+from draftproof.backends.loading.gguf_model import Family, architecture_of, family_of, own_forward
 from draftproof.backends.loading.gguf_rotary import own_frequencies
+from draftproof.backends.loading.gguf_tensors import refuse_inexact
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.packed_layers import PackedLayers
 from draftproof.backends.loading.packed_weights import METHODS, PackedWeights
-from draftproof.backends.model_info import ModelInfo, end_tokens
-from draftproof.backends.new_weights import misfit
+from draftproof.backends.model_info import end_tokens
+from draftproof.backends.new_weights import HEAD
 from draftproof.backends.products.packed_linear import dense as dense_of
-from draftproof.backends.products.packed_linear import why_not_exact
+from draftproof.errors import UserError
+from draftproof.files import read_object
 from draftproof.native.ggml import MXFP4, StoredMatrix
 
 _log = logging.getLogger(__name__)
@@ -111,8 +112,8 @@ def _layers(where: str, config: Mapping[str, Any], dtype: torch.dtype, options: 
     _require_native(dtype)
     fields, dense = config["quantization_config"], options.activations == "float"
     weights = PackedWeights(_folder(where), fields, dtype, dense=dense)
-    if options.check and (why := weights.why_not_exact()) is not None:
-        raise UnreadError(why)
+    if options.check:
+        weights.check()
     return PackedLayers.of(where, weights)
 
 
@@ -140,38 +141,31 @@ def _read(folder: Path, name: str, config: Mapping[str, Any], dtype: torch.dtype
     keys = ConfigKeys(config)
     architecture = architecture_of(keys, family, keys.factors)
     state = weights.state()
-    vocab, hidden = state["model.embed_tokens.weight"].shape
-    problem = misfit({key: each.shape for key, each in state.items()}, architecture.shapes(state, hidden, vocab))
-    if problem is None and ("lm_head.weight" in state) is bool(config.get("tie_word_embeddings")):
-        problem = "name an output layer of its own, or lack it, other than the config says"
-    if problem is not None:
-        raise UnreadError(f"its tensors {problem}")
-    if options.check and (why := weights.why_not_exact()) is not None:
-        raise UnreadError(why)
+    if (HEAD in state) is bool(config.get("tie_word_embeddings")):
+        raise UnreadError("its tensors name an output layer of its own, or lack it, other than the config says")
+    if options.check:
+        weights.check()
     generation = _json(folder / "generation_config.json")
-    facts = ModelInfo(
+    return own_forward(
+        weights,
+        architecture,
+        state,
         name=name,
-        vocab_size=vocab,
-        hidden_size=hidden,
-        layers=architecture.layers,
-        max_positions=config.get("max_position_embeddings"),
         dtype=dtype,
-        device=torch.device("cpu"),
         bits=weights.bits,
+        max_positions=config.get("max_position_embeddings"),
         eos_token_ids=end_tokens(generation.get("eos_token_id")) or end_tokens(config.get("eos_token_id")),
         bos_token_id=next(iter(end_tokens(config.get("bos_token_id"))), None),
         sampling_defaults={key: value for key, value in generation.items() if key != "transformers_version"},
     )
-    return LeanForward(facts, architecture.lean_from(weights))
 
 
 def _json(path: Path) -> dict[str, Any]:
     """A file of a checkpoint; nothing where there is none, or another kind of file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(path, "a file of a checkpoint")
+    except UserError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 class ConfigKeys:
@@ -239,9 +233,9 @@ class OssWeights(Weights):
         """Empty tensors with the shapes of all weights, under the lean forward's names."""
         return {name: torch.empty(self._shape(name), device="meta") for name in self._places}
 
-    def why_not_exact(self) -> str | None:
-        """Why native products with the weights of experts are not torch's; None where they are."""
-        return why_not_exact(self._matrix("model.layers.0.mlp.experts.down_proj.weight"))
+    def check(self) -> None:
+        """Compare native products with the weights of experts with torch's."""
+        refuse_inexact(self._matrix("model.layers.0.mlp.experts.down_proj.weight"))
 
     def _shape(self, name: str) -> tuple[int, ...]:
         place, part = self._places[name]

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from draftproof.backends.lean.checkpoint import Weights
 from draftproof.backends.lean.traits import UnreadError
+from draftproof.backends.loading.gguf_tensors import refuse_inexact
 from draftproof.backends.products.packed_linear import dense as dense_of
-from draftproof.backends.products.packed_linear import why_not_exact
 from draftproof.native.ggml import AS_FLOATS, INT8, INT8_BY_ROW, LAYOUTS, LEVELS, WORDS, StoredMatrix
 
 METHODS = ("gptq", "awq", "compressed-tensors", "bitsandbytes")
@@ -76,9 +76,9 @@ class PackedWeights(Weights):
                 found[key] = self.stored_shape(key)
         return {key: torch.empty(shape, device="meta") for key, shape in found.items()}
 
-    def why_not_exact(self) -> str | None:
-        """Why native products with one of the packed matrices are not torch's; None where they are."""
-        return why_not_exact(self.matrix(min(self.packed)))
+    def check(self) -> None:
+        """Compare native products with one of the packed matrices with torch's."""
+        refuse_inexact(self.matrix(min(self.packed)))
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor as it is stored."""

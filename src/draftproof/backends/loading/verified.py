@@ -35,7 +35,7 @@ from draftproof.backends.loading.fast_tokenizer import Description, FastTokenize
 from draftproof.backends.loading.options import LoadOptions, parse_device, parse_dtype
 from draftproof.backends.model_info import ModelInfo
 from draftproof.errors import UserError
-from draftproof.files import Store
+from draftproof.files import Store, read_object
 from draftproof.tree import TokenTree
 
 VARIABLE = "DRAFTPROOF_CHECKED"
@@ -160,10 +160,9 @@ def _key(folder: Path, options: LoadOptions) -> dict[str, Any] | None:
 def _has_towers(folder: Path) -> bool:
     """Whether a checkpoint is multi-modal: its tensors have other names than those of its language model."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return "text_config" in read_object(folder / "config.json", "the config of a model")
+    except UserError:
         return False
-    return isinstance(config, dict) and "text_config" in config
 
 
 def _state(path: Path) -> str:

@@ -29,7 +29,7 @@ from draftproof.backends.heads.published.files import (
     read_head,
     refuse_other_target,
 )
-from draftproof.backends.heads.published.layers import LayerShape, Passes, make_layers, make_norm
+from draftproof.backends.heads.published.layers import LayerShape, make_layers, make_norm, passes_of
 from draftproof.backends.heads.published.net import embedding_of, output_of, states_of, vocabulary_of
 from draftproof.backends.heads.published.parallel import ParallelBackend, ParallelSession, Places, Rows
 from draftproof.backends.lean.layers import Layer
@@ -135,7 +135,7 @@ class DFlashNet:
         self._fused_norm = make_norm(files, shape, "hidden_norm", target)
         self._decoder = make_layers(files, shape, target)
         self._norm = make_norm(files, shape, "norm", target)
-        self._passes = Passes(shape, self._decoder, target)
+        self._passes = passes_of(shape, self._decoder, target)
         self.ids, self._order, self._head = output_of(files, shape, target)
         files.ignore("verifier_lm_head.weight", "verifier_norm.weight")
 

@@ -10,16 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.heads.published.files import HeadFiles, cast, refuse_other_target
-from draftproof.backends.heads.published.layers import LayerShape, Passes, make_layers, make_product
-from draftproof.backends.heads.published.net import PublishedNet
+from draftproof.backends.heads.base import Flat
+from draftproof.backends.heads.published.files import HeadFiles, refuse_other_target
+from draftproof.backends.heads.published.layers import LayerShape, make_layers, make_product, passes_of
+from draftproof.backends.heads.published.net import PublishedNet, embedding_of, output_of
 from draftproof.backends.lean.attention import Pass
-from draftproof.backends.lean.layers import Embedding
-from draftproof.backends.products.packed_linear import Product
 
 
 class EagleNet(PublishedNet):
@@ -31,19 +28,14 @@ class EagleNet(PublishedNet):
         shape = LayerShape.of(files, "llama")
         refuse_other_target(files, target, hidden=shape.size, vocab=shape.vocab)
         self.width = shape.size
-        own = files.optional("embed_tokens.weight", [target.vocab_size, shape.size])
-        self.embed = target.embed if own is None else Embedding(cast(own, target))
+        self.embed = embedding_of(files, shape, target)
         self._fc = make_product(files, "fc", shape.size, 2 * shape.size, target)
         self._normed = "layers.0.input_layernorm.weight" in files.tensors
         self._decoder = make_layers(files, shape, target, first=self._normed)
-        self._passes = Passes(shape, self._decoder, target)
-        own = files.optional("lm_head.weight", [target.vocab_size, shape.size])
-        rows = target.output_rows(torch.arange(target.vocab_size, device=target.device)) if own is None else own
-        self.logits = Product(cast(rows, target))
+        self._passes = passes_of(shape, self._decoder, target)
+        self.logits = output_of(files, shape, target).product
 
-    def _run(
-        self, x: Float[Tensor, "tokens dim"], embedded: Float[Tensor, "tokens dim"], at: Pass, masks: dict[str, Any]
-    ) -> Float[Tensor, "tokens dim"]:
+    def _run(self, x: Flat, embedded: Flat, at: Pass, masks: dict[str, Any]) -> Flat:
         first, *others = self._decoder
         x = self._fc(torch.cat([embedded, x], -1))
         x = first.attend(first.normed(x) if self._normed else x, x, at, masks[first.kind])

@@ -14,8 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.base import Flat
 from draftproof.backends.heads.published.files import ALGORITHM, HeadFiles, refuse_other_target
-from draftproof.backends.heads.published.layers import LayerShape, Passes, make_layers, make_norm, make_product
+from draftproof.backends.heads.published.layers import LayerShape, make_layers, make_norm, make_product, passes_of
 from draftproof.backends.heads.published.net import PublishedNet, embedding_of, output_of, states_of, vocabulary_of
 from draftproof.backends.lean.attention import Pass
 from draftproof.backends.lean.layers import Norm
@@ -51,7 +52,7 @@ class Eagle3Net(PublishedNet):
         self._hidden_norm = make_norm(files, shape, f"{at}hidden_norm", target)
         self._decoder = make_layers(files, shape, target, at, wide=2)
         self._norm = make_norm(files, shape, "norm", target)
-        self._passes = Passes(shape, self._decoder, target)
+        self._passes = passes_of(shape, self._decoder, target)
         self.ids, _, self._head = output_of(files, shape, target)
         files.ignore("verifier_lm_head.weight", "verifier_norm.weight")
 
@@ -64,9 +65,7 @@ class Eagle3Net(PublishedNet):
             states = torch.cat([norm(part.contiguous()) for norm, part in zip(self._norm_each, parts, strict=True)], -1)
         return self._fc(states)
 
-    def _run(
-        self, x: Float[Tensor, "tokens dim"], embedded: Float[Tensor, "tokens dim"], at: Pass, masks: dict[str, Any]
-    ) -> Float[Tensor, "tokens dim"]:
+    def _run(self, x: Flat, embedded: Flat, at: Pass, masks: dict[str, Any]) -> Flat:
         first, *others = self._decoder
         normed = self._hidden_norm(x)
         both = torch.cat([first.normed(embedded), normed], -1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,22 +13,15 @@ from torch import Tensor
 
 from draftproof import models
 from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.lean.checkpoint import weight_files
 from draftproof.errors import UserError, reason
+from draftproof.files import read_object
 from draftproof.models.found import is_file_name
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ALGORITHM = "speculators_model_type"
-DRAFTERS = (  # that read published heads
-    "eagle3",
-    "peagle",
-    "dflash",
-    "dspark",
-    "dflash2",
-    "eagle",
-    "medusa",
-    "mtp",
-    "assistant",
-)
+# Drafters that read published heads.
+DRAFTERS = ("eagle3", "peagle", "dflash", "dspark", "dflash2", "eagle", "medusa", "mtp", "assistant")
 _NESTS = ("dflash_config", "dspark_config")
 _PATTERNS = [CONFIG, "*.safetensors", INDEX]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -174,22 +166,16 @@ def _config(source: str, folder: Path) -> Mapping[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(f"no head in {source!r}: {CONFIG} is missing (expected a directory or hub id of a head)")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as cause:
-        raise UserError(f"the {CONFIG} of the head {source!r} cannot be read: {reason(cause)}") from cause
-    if not isinstance(found, dict):
-        raise UserError(f"the {CONFIG} of the head {source!r} is no object")
-    return found
+    return read_object(path, "the config of a head")
 
 
 def _weight_files(source: str, folder: Path, names: Sequence[str]) -> list[Path]:
     if (folder / INDEX).is_file():
-        named = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-        absent = [name for name in named if not (folder / name).is_file()]
+        named = weight_files(folder)
+        absent = [path.name for path in named if not path.is_file()]
         if absent:
             raise UserError(f"the head {source!r} is not whole: its {INDEX} names {absent[0]}, which is missing")
-        return [folder / name for name in named]
+        return named
     for name in names:
         if (folder / name).is_file():
             return [folder / name]

@@ -7,14 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.cache.slot_cache import SlotCache
+from draftproof.backends.heads.base import Passes
 from draftproof.backends.heads.published.files import HeadFiles, cast
-from draftproof.backends.lean.attention import Pass
 from draftproof.backends.lean.layers import Layer, Norm
 from draftproof.backends.lean.rotary import Rope
 from draftproof.backends.lean.traits import ROPES
@@ -136,25 +132,10 @@ def kind_of(window: int | None) -> str:
     return _FULL if window is None else f"{_SLIDING}:{window}"
 
 
-class Passes:
-    """What all layers of a head share in a pass: rotary angles and masks."""
+def passes_of(shape: LayerShape, layers: list[Layer], target: SlotBackend) -> Passes:
+    """What all layers of a head share in a pass."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    def __init__(self, shape: LayerShape, layers: list[Layer], target: SlotBackend) -> None:
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-        self._attention = layers[0].attention
-        self._windows = {kind_of(window): window for window in shape.windows}
-        like = torch.empty(0, dtype=target.dtype, device=target.device)
-        self._rope = Rope(LlamaRotaryEmbedding(shape.config).to(target.device), like)
-
-    def __call__(
-        self, x: Float[Tensor, "rows width dim"], layout: Layout, cache: SlotCache
-    ) -> tuple[Pass, dict[str, Any]]:
-        """The pass, and the mask of each kind of layer."""
-        masks = {kind: self._attention.mask(layout, window, x.dtype) for kind, window in self._windows.items()}
-        return self.at(layout, cache), masks
-
-    def at(self, layout: Layout, cache: SlotCache) -> Pass:
-        """The pass alone."""
-        rows, width = layout.ids.shape
-        return Pass(rows, width, *self._rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
+    like = torch.empty(0, dtype=target.dtype, device=target.device)
+    rope = Rope(LlamaRotaryEmbedding(shape.config).to(target.device), like)
+    return Passes(rope, layers[0].attention, {kind_of(window): window for window in shape.windows})

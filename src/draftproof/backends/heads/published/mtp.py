@@ -9,14 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.base import Feed
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import CacheView, SlotCache
-from draftproof.backends.heads.base import HeadBackend, HeadNet
+from draftproof.backends.heads.base import HeadBackend, HeadNet, States
 from draftproof.backends.heads.published import mtp_qwen
 from draftproof.backends.heads.published.steps import StepsBackend
 from draftproof.backends.hf.backend import HFBackend
@@ -43,13 +42,7 @@ class MtpNet(HeadNet):
         self._kind = None if kinds is None else kinds[number]
         self._window = mtp.config.sliding_window if self._kind == "sliding_attention" else None
 
-    def __call__(
-        self,
-        states: Float[Tensor, "rows width dim"],
-        embedded: Float[Tensor, "rows width dim"],
-        layout: Layout,
-        cache: SlotCache,
-    ) -> Float[Tensor, "rows width dim"]:
+    def __call__(self, states: States, embedded: States, layout: Layout, cache: SlotCache) -> States:
         """See `HeadNet`."""
         mtp, positions = self._mtp, layout.positions + self._number + 1
         turned = None

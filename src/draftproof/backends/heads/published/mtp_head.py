@@ -9,13 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.heads.base import HeadBackend
+from draftproof.backends.heads.base import Flat, HeadBackend
 from draftproof.backends.heads.published.files import HeadFiles, cast, places_of, read_head, refuse_other_target
-from draftproof.backends.heads.published.layers import LayerShape, Passes, make_layer, make_norm
+from draftproof.backends.heads.published.layers import LayerShape, make_layer, make_norm, passes_of
 from draftproof.backends.heads.published.net import PublishedNet
 from draftproof.backends.heads.published.steps import StepsBackend
 from draftproof.backends.lean.attention import Pass
@@ -42,13 +40,11 @@ class MtpHeadNet(PublishedNet):
         self._project = Product(cast(files.take(f"{_AT}input_proj.weight", [shape.size, 2 * shape.size]), target))
         self._layer = make_layer(files, shape, _AT, 0, target)
         self._norm = make_norm(files, shape, f"{_AT}final_layernorm", target)
-        self._passes = Passes(shape, [self._layer], target)
+        self._passes = passes_of(shape, [self._layer], target)
         self.logits = Product(target.output_rows(torch.arange(target.vocab_size, device=target.device)))
         files.ignore("verifier_lm_head.weight", "embed_tokens.weight", "lm_head.weight")
 
-    def _run(
-        self, x: Float[Tensor, "tokens dim"], embedded: Float[Tensor, "tokens dim"], at: Pass, masks: dict[str, Any]
-    ) -> Float[Tensor, "tokens dim"]:
+    def _run(self, x: Flat, embedded: Flat, at: Pass, masks: dict[str, Any]) -> Flat:
         x = self._project(torch.cat([self._embedded(embedded), self._given(x)], -1))
         return self._norm(self._layer(x, at, masks[self._layer.kind]))
 

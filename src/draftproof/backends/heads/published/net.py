@@ -10,22 +10,19 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.cache.slot_cache import SlotCache
-from draftproof.backends.heads.base import HeadBackend, HeadNet
+from draftproof.backends.heads.base import HeadBackend, LayeredNet
 from draftproof.backends.heads.published.files import HeadFiles, cast, drafted_ids, read_head
-from draftproof.backends.heads.published.layers import LayerShape, Passes
-from draftproof.backends.lean.attention import Pass
+from draftproof.backends.heads.published.layers import LayerShape
 from draftproof.backends.lean.layers import Embedding
 from draftproof.backends.products.packed_linear import Product
 from draftproof.errors import UserError
 
 
-class PublishedNet(HeadNet):
+class PublishedNet(LayeredNet):
     """The network of a published head.
 
     Raises:
@@ -33,7 +30,6 @@ class PublishedNet(HeadNet):
     """
 
     algorithm: ClassVar[str]
-    _passes: Passes
 
     @abstractmethod
     def __init__(self, files: HeadFiles, target: SlotBackend) -> None: ...
@@ -45,23 +41,6 @@ class PublishedNet(HeadNet):
         net = cls(files, target)
         files.refuse_left()
         return HeadBackend(target, net, f"{cls.algorithm} head {source}", back=0)
-
-    def __call__(
-        self,
-        states: Float[Tensor, "rows width dim"],
-        embedded: Float[Tensor, "rows width dim"],
-        layout: Layout,
-        cache: SlotCache,
-    ) -> Float[Tensor, "rows width dim"]:
-        """See `HeadNet`."""
-        at, masks = self._passes(states, layout, cache)
-        return self._run(states.flatten(0, 1), embedded.flatten(0, 1), at, masks).view(states.shape)
-
-    @abstractmethod
-    def _run(
-        self, x: Float[Tensor, "tokens dim"], embedded: Float[Tensor, "tokens dim"], at: Pass, masks: dict[str, Any]
-    ) -> Float[Tensor, "tokens dim"]:
-        """The states after the tokens."""
 
 
 def states_of(files: HeadFiles, named: Any, target: SlotBackend) -> tuple[int, ...]:
