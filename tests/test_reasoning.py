@@ -10,7 +10,7 @@ from typing_extensions import override
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
 from draftproof.backends.loading.fast_tokenizer import Description, FastTokenizer, describe
-from draftproof.cli._continue import GenerateRun, PromptInput
+from draftproof.cli.generate import GenerateRun, PromptInput
 from draftproof.engine.prompts import PromptReader
 from draftproof.engine.registry import make_verifier
 from draftproof.finish import Cutter

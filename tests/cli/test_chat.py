@@ -12,11 +12,12 @@ from prompt_toolkit.output import DummyOutput
 from typer.testing import CliRunner
 
 from draftproof import Engine, SamplingParams
-from draftproof.cli import _chat_session, app
+from draftproof.cli import app
+from draftproof.cli import chat as command
 from draftproof.cli._chat_commands import completions, is_open
 from draftproof.cli._chat_input import LineReader
-from draftproof.cli._chat_session import DraftedText, Screen, converse, status
 from draftproof.cli._conversation import Answered, Conversation, Notice
+from draftproof.cli.chat import DraftedText, Screen, converse, status
 from draftproof.draft import Origin
 from draftproof.engine.request import Chunk
 from draftproof.errors import UserError
@@ -134,7 +135,7 @@ def test_an_answer_that_fails_ends_its_line(engine, capsys):
         raise UserError("the logits hold NaN")
 
     talk = Conversation(engine, {})
-    _chat_session._do(talk, Screen(Conversation(engine, {}), show_drafts=False, quiet=False), events())
+    command._do(talk, Screen(Conversation(engine, {}), show_drafts=False, quiet=False), events())
     found = capsys.readouterr()
     assert (found.out, found.err) == ("Once\n", "draftproof: error: the logits hold NaN\n")
 
@@ -263,7 +264,7 @@ def test_a_second_ctrl_c_ends_the_program(monkeypatch, engine):
     monkeypatch.setattr(engine, "step", endless)
     screen = Screen(Conversation(engine, {}), show_drafts=False, quiet=True)
     with pytest.raises(KeyboardInterrupt):
-        _chat_session._do(talk, screen, talk.say("Once"))
+        command._do(talk, screen, talk.say("Once"))
     assert handlers == [before]
     assert signal.getsignal(signal.SIGINT) is before
     assert not engine.busy

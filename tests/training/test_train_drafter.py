@@ -14,7 +14,8 @@ from draftproof import Engine, SamplingParams
 from draftproof.cli import app
 from draftproof.errors import UserError
 from draftproof.training import corpus, distil, drafter
-from draftproof.training.drafter import END, make_drafter, train_tokenizer
+from draftproof.training.drafter import END, train_tokenizer
+from draftproof.training.drafter_artefact import make_drafter
 from draftproof.training.drafter_options import DrafterJob, Imitation, Shape, Texts
 from draftproof.training.loop import TrainingPlan
 

@@ -106,7 +106,7 @@ class Transformers:
             token_ids=tuple(tokens),
             text=text,
             finish_reason="stop" if stopped else "length",
-            method=self._described(),
+            method=f"{self._method} ({format_setting(self._setting)})" if self._setting else self._method,
             tokens=len(tokens),
             target_calls=len(target),
             rounds=sum(count > 0 for count in drafted),
@@ -119,10 +119,6 @@ class Transformers:
             first_seconds=(starts[1] - began if len(starts) > 1 else total),  # its tokens are known then
             peak_memory=peak,
         )
-
-    def _described(self) -> str:
-        """The method with its setting, for reports."""
-        return f"{self._method} ({format_setting(self._setting)})" if self._setting else self._method
 
     def _generate(self, ids: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         sampled = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}

@@ -92,7 +92,7 @@ def compare_engines(options: EngineComparison, *, watch: Watch = silent) -> Resu
                 timings: dict[str, list[Timing]] = {name: [] for name in engines}
                 for turn in range(options.repeats + 1):
                     request = _request(options, prompts, batch, turn) | {"temperature": temperature}
-                    for name in _in_order(list(engines), turn):
+                    for name in list(engines)[:: -1 if turn % 2 else 1]:  # so that no engine is always the first
                         timings[name].append(engines[name](request))
                     done = (len(rows) // len(engines)) * (options.repeats + 1) + turn + 1
                     tick(done, tokens=batch * options.tokens * len(engines))
@@ -101,11 +101,6 @@ def compare_engines(options: EngineComparison, *, watch: Watch = silent) -> Resu
                 ]  # the first turn warms up
     title = f"{without_directory(options.target)} beside {options.other}"
     return Results(title, _lines(options, rows), {"options": shown_options(options), "rows": rows}, facts)
-
-
-def _in_order(names: list[str], turn: int) -> list[str]:
-    """The names in the order of a turn, reversed in every second turn, so that no engine is always the first."""
-    return names[::-1] if turn % 2 else names
 
 
 def _row(name: str, batch: int, temperature: float, tokens: int, timings: Sequence[Timing]) -> dict[str, Any]:

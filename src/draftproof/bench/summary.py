@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -158,16 +159,13 @@ def _summary(
     bases = _bases(cell, table)
     plain = bases.get(PLAIN)
     others = {name: base for name, base in bases.items() if base is not own}
-    effective: dict[str, int] = {}
-    for record in own:
-        effective[record.answer.method] = effective.get(record.answer.method, 0) + 1
     agrees = measures.same_tokens(own, plain) if setting.temperature == 0 and plain is not None else None
     likelihood = quality.likelihood(own, scores)
     scored = likelihood is not None and plain is not None and plain is not own
     return Summary(
         setting=setting,
         method=method,
-        effective=effective,
+        effective=dict(Counter(record.answer.method for record in own)),
         lossless=cell.lossless,
         records=own,
         speed={name: measures.speed_ratio(own, base) for name, base in others.items()},

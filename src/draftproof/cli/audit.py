@@ -19,7 +19,7 @@ from draftproof.progress import bar, silent
 if TYPE_CHECKING:
     from draftproof.audit.adapters import Report
     from draftproof.audit.check import Candidate, CheckLine
-    from draftproof.audit.rules import ClaimLine, Line, RuleLine
+    from draftproof.audit.rules import Line, RuleLine
 
 
 class Audits(TyperGroup):
@@ -240,15 +240,10 @@ def _check_row(line: CheckLine) -> tuple[str, ...]:
     )
 
 
-def _worst(lines: Sequence[CheckLine]) -> CheckLine:
-    """The failing line with the largest deviation; the line with the largest deviation if none fails."""
-    return max(lines, key=lambda line: (line.verdict == "FAIL", line.total_variation))
-
-
 def _conclusion(
     candidate: Candidate, lines: Sequence[CheckLine], alpha: float, tolerance: float, *, passed: bool
 ) -> dict[str, Any]:
-    worst = _worst(lines)
+    worst = max(lines, key=lambda line: (line.verdict == "FAIL", line.total_variation))
     detectable = [line.detectable for line in lines if line.detectable is not None]
     return {
         "kind": "rule",
@@ -310,7 +305,8 @@ def _print_lines(lines: Sequence[Line]) -> None:
     print_table(RULE_HEADS, [_rule_row(line) for line in lines if isinstance(line, RuleLine)])
     claims = [line for line in lines if not isinstance(line, RuleLine)]
     for heads, kind in ((CLAIM_HEADS, "identity"), (ORDER_HEADS, "ordering")):
-        rows = [_claim_row(line) for line in claims if line.kind == kind]
+        own = [line for line in claims if line.kind == kind]
+        rows = [(line.claim, f"{line.value:.1e}", line.worst_model, line.verdict) for line in own]
         if rows:
             typer.echo("")
             print_table(heads, rows)
@@ -330,10 +326,6 @@ def _rule_row(line: RuleLine) -> tuple[str, ...]:
         "" if line.of_optimum is None else f"{line.of_optimum:.1%}",
         line.verdict,
     )
-
-
-def _claim_row(line: ClaimLine) -> tuple[str, ...]:
-    return (line.claim, f"{line.value:.1e}", line.worst_model, line.verdict)
 
 
 def _verdict(good: bool) -> str:

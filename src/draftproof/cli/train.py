@@ -16,7 +16,7 @@ from draftproof.cli._output import Json, Quiet, watch_for
 from draftproof.cli._parts import HEADED
 from draftproof.cli._pulling import obtain
 from draftproof.sampling import SamplingParams
-from draftproof.training.drafter import make_drafter
+from draftproof.training.drafter_artefact import make_drafter
 from draftproof.training.drafter_options import DrafterJob, Imitation, Shape, Texts
 from draftproof.training.evaluation.drafter import DrafterOptions
 from draftproof.training.evaluation.drafter import evaluate_drafter as measure_drafter

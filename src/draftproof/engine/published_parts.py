@@ -65,15 +65,11 @@ def _block(kind: type[DFlashNet]) -> Callable[[str, SlotBackend], TargetHead]:
 
 def _mtp(parts: DrafterContext, argument: str) -> Drafter:
     """The target's own prediction layers, or those of a head."""
-    where, chains = ("", own_chain_count(argument)) if _is_own(argument) else source(argument)
+    own = not argument or (argument.startswith("x") and argument[1:].isdecimal())  # nothing, or xK
+    where, chains = ("", own_chain_count(argument)) if own else source(argument)
     target = parts.own_model("mtp")
     head: TargetHead = mtp_head_backend(where, target) if where else mtp_backend(target)
     return parts.following(head, "mtp", chains)
-
-
-def _is_own(argument: str) -> bool:
-    """Whether no head is named: nothing, or xK."""
-    return not argument or (argument.startswith("x") and argument[1:].isdecimal())
 
 
 PUBLISHED = (

@@ -67,10 +67,11 @@ def _anchor(outcome: Json) -> str:
 
 def _section(outcome: Json, picture: str | None) -> list[str]:
     paper = outcome["paper"]
+    place = paper["place"]
     lines = [
         f"## {outcome['name']}: {paper['title']}",
         "",
-        f"{_capital(paper['place'])}. Paper: {paper['setting']}. Ours: {measured_at(outcome[KEY])}.",
+        f"{place[:1].upper()}{place[1:]}. Paper: {paper['setting']}. Ours: {measured_at(outcome[KEY])}.",
     ]
     if paper["picture"]:
         lines += ["", "The paper gives the figure as a picture; it claims:"]
@@ -86,10 +87,6 @@ def _section(outcome: Json, picture: str | None) -> list[str]:
     if picture:
         lines += ["", f"![{outcome['name']}]({picture})"]
     return lines
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _table(outcome: Json) -> list[str]:

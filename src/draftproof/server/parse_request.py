@@ -280,8 +280,8 @@ class RequestParser:
     def _check_sizes(self, body: schemas.SamplingFields, logprobs: int | None, param: str, grammar: str) -> None:
         """Refuse numbers and texts beyond the limits; `param` is the field that the grammar comes from."""
         for name, count in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
-            if count is not None:
-                _refuse_above(name, count, _MOST_LOGPROBS)
+            if count is not None and count > _MOST_LOGPROBS:
+                raise ApiError(f"{name}: expected at most {_MOST_LOGPROBS}, got {count}", param=name)
         for name, kind, size, most in (
             (param, "a grammar", len(grammar), MOST_CHARACTERS),
             ("bad_words", "texts", sum(map(len, body.bad_words or ())), _MOST_BAD_WORDS),
@@ -471,8 +471,3 @@ def _token_id(text: str) -> int:
 
 def _first(*values: int | None) -> int:
     return next(value for value in values if value is not None)
-
-
-def _refuse_above(name: str, value: int, most: int) -> None:
-    if value > most:
-        raise ApiError(f"{name}: expected at most {most}, got {value}", param=name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from draftproof.drafters.model import ModelDrafter
@@ -16,7 +16,6 @@ from draftproof.errors import refuse_unknown
 from draftproof.heads import Head
 from draftproof.progress import Watch, silent
 from draftproof.rng import fold
-from draftproof.sampling import SamplingParams
 from draftproof.stoppers.base import Stopper
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.stoppers.trained import Acceptance, Ratio
@@ -43,18 +42,14 @@ class Trial:
 
     def run(self, stopper: Stopper | None, rule: str, *, max_batch: int = 8, shift: int = 0) -> list[Output]:
         """Responses with a stopper (None decodes plainly) and a rule; `shift` changes all seeds."""
-        pair, drafter = self.pair, None
-        if stopper is not None:
-            drafter = ModelDrafter(pair.model(), stopper)
+        pair = self.pair
+        drafter = None if stopper is None else ModelDrafter(pair.model(), stopper)
         engine = Engine(
             pair.target, drafter, make_verifier(rule), eos_token_ids=self.eos_token_ids, max_batch=max_batch
         )
-        each = [self._params(number, shift) for number in range(len(self.prompts))]
+        seeds = [fold(self.seed, 3, shift, number) >> 1 for number in range(len(self.prompts))]
+        each = [replace(pair.params, max_tokens=self.tokens, seed=seed) for seed in seeds]
         return engine.generate([list(prompt) for prompt in self.prompts], each)
-
-    def _params(self, number: int, shift: int) -> SamplingParams:
-        seed = fold(self.seed, 3, shift, number) >> 1
-        return SamplingParams(**{**asdict(self.pair.params), "max_tokens": self.tokens, "seed": seed})
 
     def rates(self, stopper: Stopper, rule: str) -> dict[str, Any]:
         """The rates of `rates` for a stopper and a verification rule."""

@@ -113,10 +113,6 @@ class Evidence(Wealth):
             made.append(Excluded(kind, min(ruled, default=None), best))
         return made
 
-    def suspects(self) -> list[Excluded]:
-        """The kinds, those that explain the tokens best first."""
-        return sorted(self.known(0.05), key=lambda known: -known.evidence)
-
     def to_dict(self, beta: float) -> dict[str, Any]:
         """Values for JSON."""
         return {

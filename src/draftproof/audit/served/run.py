@@ -336,7 +336,7 @@ class Audit:
             finding.verdict = FAIL
             finding.why = finding.broken[0]
         elif evidence.found(alpha):
-            likely = evidence.suspects()[0]
+            likely = max(evidence.known(options.beta), key=lambda known: known.evidence)
             finding.verdict = FAIL
             finding.why = (
                 f"the tokens are not drawn from the target's distribution (p = {evidence.p_value:.1e}, "

@@ -29,6 +29,9 @@ _REMEMBERED = 4_000_000  # characters of prompts that the router compares with
 _READ_AT_ONCE = 64  # requests beyond those that the replicas take whose bodies an entrance reads
 _POLL = 5.0  # seconds that replicas have to show their metrics
 _NAME = b"x-replica"  # header that says which replica has answered
+_ENTRANCE: dict[str, Any] = {
+    "name": "Entrance", "max_surge_percent": 100, "ray_actor_options": {"num_cpus": 0}, "max_ongoing_requests": 1000,
+}  # fmt: skip
 
 
 class Replica:
@@ -143,9 +146,7 @@ def _number_of(replicas: int, most: int | None, batch: int) -> dict[str, Any]:
         raise UserError(f"expected 1 <= replicas <= max_replicas, got replicas={replicas} and max_replicas={most}")
     if most is None:
         return {"num_replicas": replicas}
-    return {
-        "autoscaling_config": {"min_replicas": replicas, "max_replicas": most, "target_ongoing_requests": batch},
-    }
+    return {"autoscaling_config": {"min_replicas": replicas, "max_replicas": most, "target_ongoing_requests": batch}}
 
 
 def _routed_by_prefix(batch: int) -> RequestRouterConfig:
@@ -211,8 +212,7 @@ def deployment(
         **_number_of(replicas, max_replicas, batch),
         **shared,
     )
-    front = {"name": "Entrance", "num_replicas": entrances, "max_surge_percent": 100, "max_ongoing_requests": 1000}
-    entrance = serve.deployment(serve.ingress()(Front), ray_actor_options={"num_cpus": 0}, **front, **shared)
+    entrance = serve.deployment(serve.ingress()(Front), num_replicas=entrances, **_ENTRANCE, **shared)
     allowed = Keys(keys)  # their digests: arguments of deployments are kept in Ray's state
     at_once = (max_replicas or replicas) * (batch + settings.max_waiting) + _READ_AT_ONCE
     return entrance.bind(made.bind(target, draft, options, settings, allowed), settings, allowed, at_once)

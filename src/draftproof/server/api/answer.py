@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from pydantic import BaseModel
@@ -66,7 +66,10 @@ class Continuation:
         self.reasoning += parts.reasoning
         self.text += parts.text
         for call in calls:
-            self._add_call(call)
+            if call.name is None:
+                self.calls[call.place].arguments += call.arguments
+            else:
+                self.calls.append(replace(call))
         self.token_ids += piece.token_ids
         self.reasoning_tokens += piece.reasoning_tokens
         self.logprobs += parts.logprobs
@@ -78,12 +81,6 @@ class Continuation:
             self.finish_reason = piece.finish_reason
             self.stop_reason = piece.stop_reason
         return parts
-
-    def _add_call(self, part: CallPart) -> None:
-        if part.name is None:
-            self.calls[part.place].arguments += part.arguments
-        else:
-            self.calls.append(CallPart(part.place, part.id, part.name, part.arguments))
 
 
 @dataclass

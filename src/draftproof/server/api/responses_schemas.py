@@ -202,10 +202,6 @@ class OtherTool(BaseModel):
     type: str
 
 
-def _other_tool(tool: dict[str, Any]) -> OtherTool:
-    return OtherTool(type=tool["type"][:100])
-
-
 def _kind_of_tool(tool: Any) -> str | None:
     kinds = {"function": "a function", "custom": "a custom tool", "namespace": "several functions", None: None}
     return kinds.get(_field_of(tool, "type"), "another tool")
@@ -215,7 +211,7 @@ _OTHER = {"type": "string", "not": {"enum": ["function", "custom", "namespace"]}
 _Called = Annotated[FunctionTool, Tag("a function")] | Annotated[CustomTool, Tag("a custom tool")]
 _Other = Annotated[
     Any,
-    PlainValidator(_other_tool),
+    PlainValidator(lambda tool: OtherTool(type=tool["type"][:100])),
     WithJsonSchema({"type": "object", "properties": {"type": _OTHER}, "required": ["type"]}),
     Tag("another tool"),
 ]

@@ -64,7 +64,7 @@ def evaluate_text(options: TextOptions, *, watch: Watch = silent) -> Results:
     examples = split(read_examples(options.texts, form=options.form)[0])["test"][: options.count]
     if not examples:
         raise UserError("no held-out text: give more text")
-    known = _known_words(options)
+    known = {word for path in (*options.texts, *options.known) for word in _words(read_text(path)[1])}
     judge = _judge(options)
     real = [(each.prompt, _cut(each.text[len(each.prompt) :], options.size)) for each in examples]
     rows = [_row(REAL, real, judge, known)]
@@ -78,10 +78,6 @@ def evaluate_text(options: TextOptions, *, watch: Watch = silent) -> Results:
                 rows.append(_row(title, samples[title], judge, known))
                 tick(len(samples))
     return Results("Text written by models", _lines(options, rows, samples), {"rows": rows}, facts)
-
-
-def _known_words(options: TextOptions) -> set[str]:
-    return {word for path in (*options.texts, *options.known) for word in _words(read_text(path)[1])}
 
 
 def _words(text: str) -> list[str]:
