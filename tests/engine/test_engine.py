@@ -449,6 +449,13 @@ def test_a_bad_prompt_is_refused_in_one_line_and_nothing_is_decoded(prompts, mes
     assert not under_test.busy
 
 
+@pytest.mark.parametrize("prompts", [{"role": "user", "content": "hi"}, b"hi", 7, None])
+def test_what_is_no_prompt_is_not_read_as_one(prompts):
+    unchecked = inspect.unwrap(Engine.generate)  # a mapping would give its keys as texts, bytes their numbers as tokens
+    with pytest.raises(UserError, match=rf"expected a text, .* got {type(prompts).__name__}$"):
+        unchecked(engine(), prompts, GREEDY)
+
+
 @pytest.mark.parametrize("token", [1.0, "7", None])
 def test_token_ids_that_are_no_whole_numbers_are_refused_and_not_rounded(token):
     unchecked = inspect.unwrap(Engine.encode)  # the types say so too, but only tests check types

@@ -162,8 +162,11 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list: a text, a list of token ids and a list of messages are one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise UserError(f"prompts: expected a text, token ids, chat messages, or a list of those, got {prompts!r}")
+    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):  # those would give keys, and numbers
+        raise UserError(
+            "prompts: expected a text, token ids, chat messages (a list), or a list of those, got "
+            f"{type(prompts).__name__}"
+        )
     items: list[Any] = list(prompts)
     if not items:
         raise UserError("no prompt given")

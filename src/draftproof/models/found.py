@@ -41,7 +41,7 @@ def resolve_file(name: str) -> str:
     if name.startswith(OLLAMA):
         return str(_of_ollama(name.removeprefix(OLLAMA)))
     repository, kind = _parts(name)
-    held = {str(path.relative_to(folder)): path for folder in _snapshots(repository) for path in files_in(folder)}
+    held = {str(path.relative_to(folder)): path for folder in _snapshots(repository) for path in _files_in(folder)}
     chosen = _choose(held, kind)
     if chosen is None:
         raise UserError(
@@ -77,7 +77,10 @@ def found_files() -> list[FoundFile]:
     return [*_found_of_ollama(), *_found_of_lm_studio(), *_found_of_hub()]
 
 
-def files_in(folder: Path) -> list[Path]:
+# --- files on this disk ---------------------------------------------------------------------------------------------
+
+
+def _files_in(folder: Path) -> list[Path]:
     """Models among the GGUF files in a folder and below it; of a model in several files the first."""
     return sorted(path for path in folder.rglob("*.gguf") if _is_of_model(path.stem) and path.is_file())
 
@@ -139,7 +142,7 @@ def _found_of_hub() -> Iterator[FoundFile]:
     for folder in sorted(_hub_cache().glob("models--*--*")):
         repository = folder.name.removeprefix("models--").replace("--", "/", 1)
         for snapshot in _snapshots(repository)[-1:]:
-            for path in files_in(snapshot):
+            for path in _files_in(snapshot):
                 yield FoundFile(str(path), path, "hub cache", _nbytes(path))
 
 
@@ -195,5 +198,5 @@ def _found_of_ollama() -> Iterator[FoundFile]:
 
 def _found_of_lm_studio() -> Iterator[FoundFile]:
     for folder in (Path.home() / ".lmstudio" / "models", Path.home() / ".cache" / "lm-studio" / "models"):
-        for path in files_in(folder):
+        for path in _files_in(folder):
             yield FoundFile(str(path), path, "LM Studio", _nbytes(path))

@@ -374,10 +374,12 @@ def test_numbers_that_are_named_for_each_layer(written, tmp_path):
     assert off(logits_of(found), expected) < 1e-5
 
 
-def test_it_is_left_to_transformers_where_that_was_asked_for(written, monkeypatch):
+def test_it_is_left_to_transformers_where_that_was_asked_for(written, monkeypatch, caplog):
     file = GGUFFile(written("llama")[1])
     for changes in ({"backend": "hf"}, {"dtype": "float16"}, {"device": "meta"}, {"quantization_config": {}}):
+        caplog.clear()
         assert in_own_numbers(file, "x", dataclasses.replace(LoadOptions(), **changes)) is None
+        assert "the weights of x are read as full ones, by transformers: its own numbers need a CPU" in caplog.text
     monkeypatch.setenv(VARIABLE, "0")
     with pytest.raises(UnreadError, match="native operations are off"):
         read_model(file, name="x", dtype=torch.float32)

@@ -44,6 +44,7 @@ def test_what_fits_comes_first_and_what_does_not_says_why(folder):
     assert found["renumbered"].why_not == ""
     assert 0.3 < found["renumbered"].shared < 1
     assert "not smaller than the target" in found["other"].why_not
+    assert found["other"].shared is None, "no tokenizer is read where the size already says no"
     assert found["broken"].why_not
 
 

@@ -40,6 +40,7 @@ from draftproof.native.operations import Operations
 from draftproof.native.threads import limit_threads
 
 _log = logging.getLogger(__name__)
+_FULL = "the weights of %s are read as full ones, by transformers: %s"
 
 _BEFORE, _BETWEEN = "input_layernorm", "post_attention_layernorm"
 _GEMMA_NORMS = (_BEFORE, _BETWEEN, "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -139,6 +140,12 @@ def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> SlotBacke
     read = read_model if kind is None else read_hybrid
     dtype = options.own_dtype(torch.float32, kind or LeanForward.kind)
     if dtype is None:
+        _log.warning(
+            _FULL,
+            name,
+            f"its own numbers need a CPU, backend auto or {kind}, dtype auto, float32 or bfloat16, and no options that "
+            "alter the model",
+        )
         return None
     try:
         return read(file, name=name, dtype=dtype, activations=options.activations, check=options.check)
@@ -148,7 +155,7 @@ def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> SlotBacke
                 f"the mixture of experts in {name} is not read here: {cause}; and transformers does not read all that "
                 "such a file says: take the model's own directory or hub id"
             ) from cause
-        _log.warning("the weights of %s are read as full ones, by transformers: %s", name, cause)
+        _log.warning(_FULL, name, cause)
         return None
 
 

@@ -13,7 +13,7 @@ from draftproof.backends.lean.checkpoint import weight_files
 from draftproof.backends.loading.load import LoadedModel, load
 from draftproof.backends.loading.tokenization import share_of_text, shared_tokens
 from draftproof.errors import UserError
-from draftproof.models.found import files_in, found_files
+from draftproof.models.found import found_files
 from draftproof.models.gguf_file import GGUFFile, is_gguf
 from draftproof.theory.lengths import iid_block_efficiency
 
@@ -71,7 +71,7 @@ def matches(target: LoadedModel, folders: Iterable[Path] = ()) -> list[Match]:
     names = [name for name in models.REGISTRY if models.pulled(name)]
     names += [each.name for each in found_files()]
     for folder in folders:
-        names += [str(path) for path in files_in(folder)]
+        names += [str(path) for path in sorted(folder.rglob("*.gguf"))]
         names += [str(path.parent) for path in sorted(folder.rglob("config.json"))]
     own = _place(target.name)
     found = [_match(name, target, whole) for name in dict.fromkeys(names) if _place(name) != own]
@@ -92,12 +92,14 @@ def _match(name: str, target: LoadedModel, whole: int) -> Match:
     except (UserError, OSError, KeyError, ValueError) as cause:
         return Match(name, 0, math.inf, str(cause))
     share = nbytes / whole
+    if share >= 1:
+        return Match(name, nbytes, share, "it is not smaller than the target")
     try:
         found = shared_tokens(target.tokenizer, load(name).tokenizer, target_name=target.name, draft_name=name)
     except UserError as cause:
         return Match(name, nbytes, share, str(cause))
     shared = None if found is None else share_of_text(found, target.tokenizer)
-    return Match(name, nbytes, share, "" if share < 1 else "it is not smaller than the target", shared)
+    return Match(name, nbytes, share, "", shared)
 
 
 def _read_bytes(name: str) -> int:
