@@ -226,11 +226,10 @@ def test_a_model_in_memory_is_read_natively_and_stays_as_it_is(products):
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_nearly_every_mixture_of_experts_is_native(part):
+def test_nearly_every_mixture_of_experts_is_native():
     found = with_experts()
     assert len(found) > 40
-    for name, (each, paths) in list(found.items())[part::2]:
+    for name, (each, paths) in found.items():
         model = make_model(each, 0)
         left = {
             type(model.get_submodule(path)).__name__
