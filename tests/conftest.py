@@ -1,5 +1,6 @@
 """Every test runs with shape and type checks on, one thread, and no network."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -36,6 +37,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
     signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("draftproof", deadline=None, print_blob=True)
 settings.load_profile("draftproof")
+
+
+def pytest_collection_finish():
+    """Modules and tests stay until the end: a collection that looks at them all takes up to a second."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

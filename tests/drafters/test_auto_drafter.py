@@ -48,7 +48,7 @@ class Noting:
         return drafter
 
 
-@pytest.mark.parametrize("rule", ["block", "token", "match", "gumbel"])
+@pytest.mark.parametrize("rule", ["block", "token", pytest.param("match", marks=pytest.mark.slow), "gumbel"])
 def test_the_distribution_while_drafters_change(rule):
     target, prompt, params = TableModel(3, 1), [0, 2, 1, 0, 2], SamplingParams(max_tokens=4)
     noting = Noting()

@@ -137,7 +137,7 @@ def run(under_test, rows, check):
         ("snapshot", "model"),
     ],
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(traffic())
 def test_shared_beginnings_portions_and_aborts_change_no_token(kind, spec, rows):
     under_test = made(kind, spec)

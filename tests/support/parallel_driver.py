@@ -19,7 +19,7 @@ from draftproof.errors import UserError
 LONG = [(7 * place) % 90 + 3 for place in range(80)]
 PROMPTS = [[1, 80, 90, 11], [5, 6, 7, 5, 6, 7, 5, 6], LONG, [*LONG[:60], 9, 8]]  # the last two begin alike
 PARAMS = [
-    SamplingParams(temperature=temperature, seed=seed, max_tokens=24, ignore_eos=True)
+    SamplingParams(temperature=temperature, seed=seed, max_tokens=12, ignore_eos=True)
     for seed, temperature in enumerate((0.0, 0.9, 0.7, 0.0))
 ]
 COMPOSITIONS = {

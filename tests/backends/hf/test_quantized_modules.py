@@ -92,7 +92,7 @@ def test_everything_but_linear_weights_is_shared():
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "mixtral"])
 def test_greedy_output_is_the_targets(family, dtype):
     """Prompts of uneven lengths in one batch, one of them past every window."""

@@ -164,7 +164,13 @@ def two_chains(target):
     return make_drafter("chains:2", target=target, draft=draft, stopper="fixed:4", temperature=1.0)
 
 
-@pytest.mark.parametrize("kind", STRETCHED)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind in {"linear", "llama3", "falcon, eager"}))
+        for kind in STRETCHED
+    ],
+)
 def test_texts_are_what_transformers_generates_past_every_original_length(kind):
     model = random_model(STRETCHED[kind]())
     expected = [generated(model, prompt) for prompt in PROMPTS]

@@ -234,8 +234,14 @@ def test_every_end_token_ends_a_text(embedded_copy):
 PLACES = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}  # the output layer is tied
 
 
-@pytest.mark.parametrize("first", ["cpu", "disk"])
-@pytest.mark.parametrize("drafter", ["none", "ngram:3", "model", "early_exit:1", "auto"])
+@pytest.mark.parametrize(
+    ("first", "drafter"),
+    [
+        pytest.param(first, drafter, marks=[pytest.mark.slow] * ((row + column) % 2))
+        for row, first in enumerate(["cpu", "disk"])
+        for column, drafter in enumerate(["none", "ngram:3", "model", "early_exit:1", "auto"])
+    ],
+)
 def test_a_model_on_cpu_and_disk_generates_what_the_whole_one_does(embedded_copy, drafter, first):
     options = {"drafter": drafter, "dtype": "float32", "draft": "embedded:draft" if drafter == "model" else None}
     layers = json.loads((embedded_copy / "config.json").read_text())["num_hidden_layers"]
