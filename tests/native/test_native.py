@@ -32,7 +32,7 @@ from draftproof.native import dispatch
 from draftproof.native import rows as native_rows
 from draftproof.native.dispatch import VARIABLE
 from draftproof.native.operations import Operations
-from draftproof.native.structures import AttentionArguments, PassMask
+from draftproof.native.structures import BY_PARTS, BY_SPANS, SPAN, AttentionArguments, PassMask
 from draftproof.native.tensors import Interleaved
 from draftproof.rng import first_arrival, fold
 from draftproof.tree import TokenTree
@@ -757,6 +757,61 @@ def test_attention_over_many_slots_and_one():
     assert agrees(case.run()[0], case.expected()[0])
 
 
+def far_case(dtype, base, window=None):
+    """Five tokens after many others; with a window each sees the newest positions only."""
+    case = Case(4, dim=16, group=2, width=5, masked=False, dtype=dtype)
+    case.rows, case.key_heads, case.capacity = 1, 1, base + 5
+    case.keys, case.values = (drawn(seed, 1, 1, base + 5, 16, dtype=dtype) for seed in (1, 2))
+    case.fused = drawn(3, 5, 4, 16, dtype=dtype)
+    case.cos, case.sin = case.cos[:5], case.sin[:5]
+    case.places, case.seen = torch.tensor([[0, base, 5]]), base + 1 + torch.arange(5).unsqueeze(0)
+    if window is not None:
+        distance = (base + torch.arange(5)).unsqueeze(1) - torch.arange(base + 5)
+        hidden = (distance < 0) | (distance >= window)
+        case.mask = torch.zeros(1, 1, 5, base + 5, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
+        case.seen = torch.full((1, 5), base + 5)
+    return case
+
+
+def is_near(out, expected):
+    """Closer than `agrees`: outputs over many keys are small."""
+    return bool((out.double() - expected).abs().max() < {torch.bfloat16: 1e-3, torch.float32: 1e-5}[out.dtype])
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, SPAN + 40])
+def test_outcomes_of_several_spans_become_one(window, sinks, dtype):
+    """Values beside float64; the same bits token by token, and however threads divide the spans."""
+    threads, divisions = torch.get_num_threads(), set()
+    for base in (SPAN - 3, 2 * SPAN + 100, 16 * SPAN):
+        case = far_case(dtype, base, window)
+        if sinks:
+            case.sinks = drawn(5, 2, scale=8.0, dtype=torch.float32)
+        out, expected = case.run()[0], case.expected()[0]
+        assert is_near(out, expected)
+        assert torch.equal(out, case.run_alone())
+        try:
+            for some in (2, 3):
+                torch.set_num_threads(some)
+                mask = PassMask([(0, base, 5)], case.seen.tolist(), case.mask)
+                given = AttentionArguments.of(case.cos, case.sin, case.keys.shape, mask, heads=2, scale=1.0)
+                divisions.add(given.divided)
+                assert torch.equal(out, case.run()[0]), some
+        finally:
+            torch.set_num_threads(threads)
+        case.values[:, :, base - 40 : base - 10] += 1
+        assert not is_near(case.run()[0], expected), "values of a span are seen"
+    assert divisions == {BY_PARTS, BY_SPANS}
+
+
+def test_spans_behind_a_window_are_not_read(dtype):
+    case = far_case(dtype, 2 * SPAN + 100, window=200)
+    case.values[:, :, 7] = float("nan")
+    assert torch.equal(case.run()[0], far_case(dtype, 2 * SPAN + 100, window=200).run()[0])
+    case.mask[..., 3, 8] = 0.0  # one token sees a neighbour
+    assert case.run()[0].isnan().any(), "a span that is read is seen"
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("key_heads", [1, 3, 5])
 @pytest.mark.parametrize(("dim", "group"), [(96, 4), (64, 3), (83, 2)])
@@ -909,7 +964,7 @@ from dataclasses import replace
 import torch
 from draftproof.functional import block_verify
 from draftproof import native
-from draftproof.native.structures import AttentionArguments, PassMask
+from draftproof.native.structures import BY_PARTS, BY_SPANS, SPAN, AttentionArguments, PassMask
 from draftproof.native.tensors import Interleaved
 from draftproof.rng import TorchRng, inverse_cdf
 

@@ -19,7 +19,10 @@ MOST_DIM, MOST_STATE, MOST_INPUTS, MOST_KERNEL, STATES = 512, 256, 4, 8, 6  # as
 MIXERS = ("short", "delta", "scan")
 """Kinds of mixers: a short convolution, the gated delta rule, and a state space (mixers.h)."""
 _WHOLE = 2 * LANES  # numbers of a head are copied in so many at once
+SPAN = 1024  # keys, as in native.c
+DIVISIONS = WHOLE_TILES, BY_PARTS, BY_SPANS = range(3)  # likewise
 _NEAR = 1 << 17  # float32 scores that are kept near the processor
+_MANY_SPANS = 8  # for each thread: so many can be divided among them whole
 _WORTH_DIVIDING = 1 << 16  # products of queries and keys in a tile; threads wait for one another twice
 
 
@@ -85,7 +88,8 @@ class AttentionArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("fused", "cos", "sin", "keys", "values", "scales", "places", "visible")),
         *((name, ctypes.c_void_p) for name in ("mask", "out", "scratch", "sinks")),
         *((name, ctypes.c_int64) for name in ("rows", "tokens", "heads", "key_heads", "dim", "capacity", "horizon")),
-        *((name, ctypes.c_int64) for name in ("angles", "columns", "scratch_size", "copied", "divided")),
+        *((name, ctypes.c_int64) for name in ("angles", "columns", "scratch_size")),
+        *((name, ctypes.c_int64) for name in ("copied", "held", "outcomes", "divided")),
         ("scale", ctypes.c_float),
         ("cap", ctypes.c_float),
     ]
@@ -115,20 +119,24 @@ class AttentionArguments(ctypes.Structure):
         group, threads = heads // key_heads, torch.get_num_threads()
         columns = _columns(mask, key_heads, group, threads)
         queries = -(-columns * group // LANES) * LANES
-        copied = queries * (1 + mask.horizon + 2 * LANES)
-        scratch_size = copied + queries * (-(-dim // _WHOLE) * _WHOLE)
+        whole = -(-dim // _WHOLE) * _WHOLE
+        copied = queries * min(-(-mask.horizon // _WHOLE) * _WHOLE, SPAN)
+        held = copied + queries * whole
+        scratch_size = held + queries * (LANES + whole)
         tiles = key_heads * mask.pieces(columns)
-        divided = (
-            tiles % threads != 0 and tiles < 2 * threads and columns * group * mask.horizon * dim > _WORTH_DIVIDING
-        )
-        areas = max(threads, tiles) if divided else threads
+        spans = tiles * -(-mask.horizon // SPAN)
+        divided = WHOLE_TILES
+        if tiles % threads and tiles < 2 * threads and columns * group * mask.horizon * dim > _WORTH_DIVIDING:
+            divided = BY_SPANS if spans >= _MANY_SPANS * threads else BY_PARTS
+        outcomes = scratch_size * (max(threads, spans) if divided == BY_PARTS else threads)
+        size = outcomes + (spans if divided else threads) * columns * group * (LANES + whole)
         return cls(
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             places=ctypes.addressof(mask.places),
             visible=ctypes.addressof(mask.visible),
             mask=None if mask.mask is None else mask.mask.data_ptr(),
-            scratch=mask.buffer(areas * scratch_size, torch.float32, 0).data_ptr(),
+            scratch=mask.buffer(size, torch.float32, 0).data_ptr(),
             rows=mask.rows,
             tokens=mask.tokens,
             heads=heads,
@@ -140,6 +148,8 @@ class AttentionArguments(ctypes.Structure):
             columns=columns,
             scratch_size=scratch_size,
             copied=copied,
+            held=held,
+            outcomes=outcomes,
             divided=divided,
             scale=scale,
             cap=cap,
@@ -153,7 +163,7 @@ def _columns(mask: PassMask, key_heads: int, group: int, threads: int) -> int:
     each thread should get as many pieces of work as another. Where there are less than two for each thread, threads
     share them instead (`divided`).
     """
-    most = min(max(_NEAR // (group * (mask.horizon + LANES)), 8), 32)
+    most = min(max(_NEAR // (group * min(mask.horizon + LANES, SPAN)), 8), 32)
     pieces = -(-mask.width // most)
     tiles = mask.rows * key_heads
     while (

@@ -56,6 +56,13 @@
 #endif
 #endif
 
+/* What was read is read once more: GCC would keep it in registers that sums need. */
+#ifdef WITH_AVX512
+#define READ_AGAIN (void)0
+#else
+#define READ_AGAIN __asm__ volatile("" ::: "memory")
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 
 enum { LANES = 16 };

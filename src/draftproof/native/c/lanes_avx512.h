@@ -12,7 +12,8 @@ enum {
   ROWS_TOGETHER = 6,      /* rows that a plain weight multiplies at once */
   OUTS_OF_ONE = 8,        /* its outputs at once, for one row */
   INPUTS_TOGETHER = 8,    /* units of its inputs at once, where it is across */
-  WIDE = 4                /* times sixteen dimensions of their outputs at once */
+  WIDE = 4,               /* times sixteen dimensions of their outputs at once */
+  TAKEN = 4               /* times sixteen values, widened to float32, that are in registers at once */
 };
 
 /* Tiles of a product, by rows and by blocks of outputs. */

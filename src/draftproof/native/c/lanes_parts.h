@@ -1,13 +1,13 @@
 /* Sixteen lanes as several smaller vectors (lanes.h). */
 
 #ifdef WITH_AVX2
-enum { PART = 8, TILE_ROWS = 5, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 1, QUANTIZED_ROWS = 5, QUANTIZED_BLOCKS = 2, ONE_SUM = 1, TOGETHER = 3, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 4 };
+enum { PART = 8, TILE_ROWS = 5, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 1, QUANTIZED_ROWS = 5, QUANTIZED_BLOCKS = 2, ONE_SUM = 1, TOGETHER = 3, WIDE = 2, TAKEN = 1, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 4 };
 #define PRODUCT_TILES(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(5, 1) DO(1, 2) DO(2, 2) DO(1, 4)
 #elif defined(WITH_NEON) /* 32 registers, of which a tile's sums take 24 at most */
-enum { PART = 4, TILE_ROWS = 6, TILE_ROWS_OF_TWO = 3, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 1, QUANTIZED_ROWS = 5, QUANTIZED_BLOCKS = 2, ONE_SUM = 1, TOGETHER = 3, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 4 };
+enum { PART = 4, TILE_ROWS = 6, TILE_ROWS_OF_TWO = 3, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 1, QUANTIZED_ROWS = 5, QUANTIZED_BLOCKS = 2, ONE_SUM = 1, TOGETHER = 3, WIDE = 2, TAKEN = 1, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 4 };
 #define PRODUCT_TILES(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(5, 1) DO(6, 1) DO(1, 2) DO(2, 2) DO(3, 2) DO(1, 4)
 #else
-enum { PART = 4, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 0, QUANTIZED_ROWS = 5, QUANTIZED_BLOCKS = 2, ONE_SUM = 1, TOGETHER = 2, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 2 };
+enum { PART = 4, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 0, QUANTIZED_ROWS = 5, QUANTIZED_BLOCKS = 2, ONE_SUM = 1, TOGETHER = 2, WIDE = 2, TAKEN = 1, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 2 };
 #define PRODUCT_TILES(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(1, 2) DO(2, 2) DO(1, 4)
 #endif
 #define QUANTIZED_TILES(DO, bits) DO(1, 1, bits) DO(2, 1, bits) DO(3, 1, bits) DO(4, 1, bits) DO(5, 1, bits) DO(1, 2, bits)
@@ -202,10 +202,14 @@ INLINE void store_first_float(float *at, long count, floats v) {
 
 INLINE floats load_bfloat16(const bfloat16 *at) {
   floats r;
+#ifdef WITH_AVX2 /* GCC widens each half of a part by itself */
+  EACH_PART r.p[i] = (float_part)(bits_part)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(at + PART * i))), 16);
+#else
   EACH_PART {
     const half_part half = *(const half_part_at *)(at + PART * i);
     r.p[i] = (float_part)(__builtin_convertvector(half, bits_part) << 16);
   }
+#endif
   return r;
 }
 INLINE floats load_first_bfloat16(const bfloat16 *at, long count) {

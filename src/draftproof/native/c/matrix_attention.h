@@ -50,7 +50,7 @@ static void mix_values(const attention_bfloat16 *a, const query_tile_bfloat16 *t
     for (long pair = 0; pair < LANES; pair++) {
       const long one = key + 2 * pair < most ? key + 2 * pair : most - 1, two = one + 1 < most ? one + 1 : one;
       units both[2];
-      take_values_bfloat16(a, t, one, two, d, 2, 1, t->value_scales != 0, both);
+      take_values_bfloat16(a, t, one, two, d, 0, 2, 1, t->value_scales != 0, both);
       block[0][pair] = both[0];
       block[1][pair] = both[1];
     }
@@ -70,17 +70,21 @@ static void mix_values(const attention_bfloat16 *a, const query_tile_bfloat16 *t
   _tile_stored(3, sums + 3 * HEIGHT * LANES, 64);
 }
 
-/* See typed.h. */
-static void score_bfloat16(const attention_bfloat16 *a, const query_tile_bfloat16 *t, float *copied, long first, long last) {
-  const long tiles = (t->queries + HEIGHT - 1) / HEIGHT;
-  const long size = rounded_dim_bfloat16(a->dim);
-  bfloat16 *queries = (bfloat16 *)copied;
+/* Copies of a tile's queries, one after another, with zeros up to whole tiles. */
+static void copy_queries_bfloat16(const attention_bfloat16 *a, const query_tile_bfloat16 *t, char *to) {
+  const long tiles = (t->queries + HEIGHT - 1) / HEIGHT, size = rounded_dim_bfloat16(a->dim);
+  bfloat16 *queries = (bfloat16 *)to;
   memset(queries, 0, (size_t)(tiles * HEIGHT * size) * sizeof *queries);
   for (long q = 0; q < t->queries; q++)
     memcpy(queries + q * size, query_of_bfloat16(a, t, q), (size_t)a->dim * sizeof *queries);
+}
+
+/* See typed.h. */
+static void score_bfloat16(const attention_bfloat16 *a, const query_tile_bfloat16 *t, const char *queries, long first,
+                           long last) {
   shape_tiles(HEIGHT);
   for (long key = first; key < last; key += STEP)
-    score_keys(a, t, queries, key);
+    score_keys(a, t, (const bfloat16 *)queries, key);
   _tile_release();
 }
 
@@ -97,10 +101,9 @@ static void mix_bfloat16(const attention_bfloat16 *a, const query_tile_bfloat16 
       mix_values(a, t, weights, other, d, mixed);
       for (long q = tile * HEIGHT; q < end; q++) {
         const float *from = mixed + ((q / HEIGHT - tile) * 2 * HEIGHT + q % HEIGHT) * LANES;
-        bfloat16 *to = output_of_bfloat16(a, t, q) + d;
-        const long here = a->dim - d;
-        store_first_bfloat16(to, here, quotient(load_float(from), splat(t->sums[q])));
-        store_first_bfloat16(to + LANES, here - LANES, quotient(load_float(from + HEIGHT * LANES), splat(t->sums[q])));
+        float *to = outcome_of_bfloat16(a, t, q) + OUTCOME_bfloat16 + d;
+        store_float(to, load_float(from));
+        store_float(to + LANES, load_float(from + HEIGHT * LANES));
       }
     }
   }

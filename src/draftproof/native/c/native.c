@@ -7,6 +7,9 @@
 
 enum { AHEAD = 3584, SMALL = 1 << 16, BLOCK = 512, MOST_DIM = 512, MOST_STATE = 256, MOST_EXPERTS = 1024 };
 enum { MOST_INPUTS = 4, MOST_KERNEL = 8 };
+enum { SPAN = 1024 }; /* keys whose weights are made together; what follows from the next ones is added to their outcome */
+enum { WHOLE_TILES, BY_PARTS, BY_SPANS }; /* what threads take, as DIVISIONS of native/structures.py */
+#define UNSEEN -1e38f /* scores below it are those of keys that a mask hides */
 enum { SILU, GELU, CLAMPED }; /* activations of gates, as ACTIVATIONS of native/operations.py */
 enum { SHORT, DELTA, SCAN };  /* kinds of mixers, as MIXERS of native/structures.py */
 enum { AS_THEY_ARE = 1 };     /* in place of bits: a weight as torch keeps it, as in native/tensors.py */

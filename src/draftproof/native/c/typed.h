@@ -274,11 +274,12 @@ typedef struct {
   const int64_t *visible; /* [tokens]: slots that a token may see, before the mask */
   const ELEM *mask;       /* [tokens, horizon], added to scores; 0 for none */
   ELEM *out;              /* [tokens, heads, dim] */
-  float *scratch;         /* for each thread `scratch_size` floats */
+  float *scratch;         /* for each thread, or for each span of a tile, `scratch_size` floats; then the outcomes of spans */
   const float *sinks;     /* of each head a score without a value, or 0 */
   long rows, tokens, heads, key_heads, dim, capacity, horizon, angles; /* tokens of all rows, with padding */
   long columns, scratch_size; /* columns of a row that attend at once */
-  long copied, divided;       /* where a thread's copy of queries begins in its scratch; whether threads share tiles */
+  long copied, held;          /* where a thread's copy of queries begins in its scratch, and outcomes of a tile */
+  long outcomes, divided;     /* where the outcomes of spans begin; which of DIVISIONS */
   float scale, cap; /* cap: scores become cap tanh(score / cap), before the mask; 0 for none */
 } NAME(attention);
 
@@ -426,35 +427,65 @@ static void NAME(transpose_bytes)(const int8_t *keys, const int8_t *end, long di
   }
 }
 
-/* The queries of one key head in some columns of a row. A query is a column and one of the query heads of the key head; the
-   heads of a column follow one another. */
+/* What a query makes of some keys is an outcome: their largest score (-INFINITY: it sees none of them), the sum of their
+   weights, which are exponentials of scores over it, and the sums of weighted values, from OUTCOME on. */
+enum { NAME(OUTCOME) = LANES };
+INLINE long NAME(outcome_size)(long dim) { return NAME(OUTCOME) + NAME(rounded_dim)(dim); }
+
+/* The queries of one key head in some columns of a row, and a span of the keys that they see. A query is a column and one of
+   the query heads of the key head; the heads of a column follow one another. */
 typedef struct {
-  const void *keys, *values;      /* [capacity, dim] */
+  const void *keys, *values;      /* [SPAN, dim], and on to their ends */
   const void *keys_end, *values_end;
-  const float *key_scales, *value_scales; /* [capacity], or 0 */
+  const float *key_scales, *value_scales; /* [SPAN], or 0 */
   long token, head, group;        /* the first column's, the first one of `group` query heads */
-  long queries, most, padded;     /* keys that one of the queries sees; a whole number of vectors of them */
-  float *sums, *scores;           /* [queries]; [queries, padded], and then the values' weights, rounded */
+  long queries, start;            /* the span's first key */
+  long most, padded;              /* keys of the span that one of the queries sees; a whole number of vectors of them */
+  float *scores, *outcomes;       /* [queries, padded], and then the values' weights, rounded; of each query */
 } NAME(query_tile);
 
-static NAME(query_tile)
-    NAME(query_tile_of)(const NAME(attention) * a, long row, long head, long first, float *scratch) {
+/* Keys that one of a tile's columns sees. */
+static long NAME(seen_by)(const NAME(attention) * a, long row, long first) {
+  const int64_t *place = a->places + 4 * row;
+  long most = 0;
+  for (long column = first; column < place[2] && column < first + a->columns; column++)
+    most = a->visible[place[3] + column] > most ? a->visible[place[3] + column] : most;
+  return most;
+}
+
+/* Whether the mask hides a span's keys from all columns: those far behind a window. */
+static int NAME(hides)(const NAME(attention) * a, const NAME(query_tile) * t, long count) {
+  if (!a->mask) return 0;
+  for (long token = t->token; token < t->token + t->queries / t->group; token++) {
+    const ELEM *mask = a->mask + token * a->horizon + t->start;
+    for (long key = 0; key < count; key += LANES)
+      if (largest_of(first_of(count - key, NAME(load_first)(mask + key, count - key), splat(-INFINITY))) > UNSEEN) return 0;
+  }
+  return 1;
+}
+
+static NAME(query_tile) NAME(query_tile_of)(const NAME(attention) * a, long row, long head, long first, long start, long most,
+                                            float *scratch, float *outcomes) {
   const int64_t *place = a->places + 4 * row;
   const long left = place[2] - first, columns = left < a->columns ? left : a->columns, group = a->heads / a->key_heads;
-  const long size = a->capacity * a->dim * (a->scales ? 1 : (long)sizeof(ELEM)), at = (place[0] * a->key_heads + head) * size;
-  NAME(query_tile) t = {.keys = (char *)a->keys + at, .values = (char *)a->values + at, .token = place[3] + first,
-                        .head = head * group, .group = group, .queries = columns * group, .sums = scratch};
-  t.keys_end = (const char *)t.keys + size;
-  t.values_end = (const char *)t.values + size;
+  const long of_key = a->dim * (a->scales ? 1 : (long)sizeof(ELEM)), size = a->capacity * of_key;
+  const long at = (place[0] * a->key_heads + head) * size;
+  NAME(query_tile) t = {.keys = (char *)a->keys + at + start * of_key, .values = (char *)a->values + at + start * of_key,
+                        .keys_end = (char *)a->keys + at + size, .values_end = (char *)a->values + at + size,
+                        .token = place[3] + first, .head = head * group, .group = group, .queries = columns * group,
+                        .start = start, .scores = scratch, .outcomes = outcomes};
   if (a->scales) {
-    t.key_scales = a->scales + (2 * place[0] * a->key_heads + head) * a->capacity;
+    t.key_scales = a->scales + (2 * place[0] * a->key_heads + head) * a->capacity + start;
     t.value_scales = t.key_scales + a->key_heads * a->capacity;
   }
-  for (long token = t.token; token < t.token + columns; token++)
-    t.most = a->visible[token] > t.most ? a->visible[token] : t.most;
+  t.most = most - start < SPAN ? most - start : SPAN;
+  if (NAME(hides)(a, &t, t.most)) t.most = 0;
   t.padded = (t.most + 2 * LANES - 1) / (2 * LANES) * 2 * LANES;
-  t.scores = scratch + (t.queries + LANES - 1) / LANES * LANES;
   return t;
+}
+
+INLINE float *NAME(outcome_of)(const NAME(attention) * a, const NAME(query_tile) * t, long query) {
+  return t->outcomes + query * NAME(outcome_size)(a->dim);
 }
 
 INLINE const ELEM *NAME(query_of)(const NAME(attention) * a, const NAME(query_tile) * t, long query) {
@@ -476,17 +507,20 @@ INLINE void NAME(transpose)(const NAME(attention) * a, const NAME(query_tile) * 
     NAME(transpose_whole)(keys, a->dim, count, out);
 }
 
-#if UNIT == 1 || defined(WITH_WIDE)
+#if UNIT == 2 && (defined(WITH_WIDE) || !defined(WITH_BF16))
+#define WIDENED /* bfloat16 numbers are multiplied as float32 ones (wide_products.h) */
+#endif
+#if UNIT == 1 || defined(WIDENED)
 #define IN_FLOATS /* one number at a time, in float32; else UNIT of them */
 typedef floats NAME(taken);
 #else
 typedef units NAME(taken);
 #endif
 
-/* `vectors` times sixteen values of a key from dimension `d` on, or of two keys side by side; where they are `partial`, as many
-   as there are. Values of 8 bits are without their scales. */
+/* Sixteen values of a key, or of two keys side by side, for the vectors from `first` to `last` after dimension `d`; where they
+   are `partial`, as many as there are. Values of 8 bits are without their scales. */
 INLINE void NAME(take_values)(const NAME(attention) * a, const NAME(query_tile) * t, long key, long other, long d,
-                              const int vectors, const int partial, const int bytes, NAME(taken) * into) {
+                              const int first, const int last, const int partial, const int bytes, NAME(taken) * into) {
   if (bytes) {
     const int8_t *one = (const int8_t *)t->values + key * a->dim + d, *two = (const int8_t *)t->values + other * a->dim + d;
     int8_t copied[2][NAME(WIDTH)];
@@ -495,13 +529,13 @@ INLINE void NAME(take_values)(const NAME(attention) * a, const NAME(query_tile) 
       two = whole_bytes(two, t->values_end, NAME(WIDTH), copied[1]);
     }
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) {
+    for (int v = first; v < last; v++) {
       const floats number = load_signed_bytes(one + v * LANES);
 #ifdef IN_FLOATS
-      into[v] = number;
+      into[v - first] = number;
       (void)two;
 #else
-      into[v] = paired_bfloat16(number, load_signed_bytes(two + v * LANES));
+      into[v - first] = paired_bfloat16(number, load_signed_bytes(two + v * LANES));
 #endif
       if (v % 4 == 0) __builtin_prefetch(one + v * LANES + 4 * LANES * a->dim);
     }
@@ -513,17 +547,20 @@ INLINE void NAME(take_values)(const NAME(attention) * a, const NAME(query_tile) 
     one = NAME(whole_vector)(one, t->values_end, copied[0]);
     two = NAME(whole_vector)(two, t->values_end, copied[1]);
   }
-#pragma GCC unroll 4
-  for (int v = 0; v < vectors; v += UNIT) {
 #ifdef IN_FLOATS
-#pragma GCC unroll 2
-    for (int i = 0; i < UNIT; i++) into[v + i] = NAME(load)(one + (v + i) * LANES);
+#pragma GCC unroll 4
+  for (int v = first; v < last; v++) {
+    into[v - first] = NAME(load)(one + v * LANES);
+    if (v % UNIT == 0) __builtin_prefetch((const char *)(one + v * LANES + 2 * LANES * a->dim));
+  }
 #else
-    NAME(take)(into + v, one + v * LANES, two + v * LANES);
+#pragma GCC unroll 4
+  for (int v = first; v < last; v += UNIT) {
+    NAME(take)(into + v - first, one + v * LANES, two + v * LANES);
     __builtin_prefetch((const char *)(two + v * LANES + 2 * LANES * a->dim));
-#endif
     __builtin_prefetch((const char *)(one + v * LANES + 2 * LANES * a->dim));
   }
+#endif
 }
 
 #if defined(WITH_AMX) && UNIT == 2
@@ -542,26 +579,27 @@ INLINE void NAME(take_values)(const NAME(attention) * a, const NAME(query_tile) 
   }
 
 /* Products of some queries with 32 keys, in two blocks that lie as `transpose` leaves them. */
-INLINE void NAME(score_some)(const units (*block)[MOST_DIM / UNIT], const void *const *queries, float *to, long padded,
+INLINE void NAME(score_some)(const units (*block)[MOST_DIM / UNIT], const char *queries, long stride, float *to, long padded,
                              long dim, const int count) {
   floats sum[6][2];
 #pragma GCC unroll 6
   for (int m = 0; m < count; m++) sum[m][0] = sum[m][1] = zeros();
   for (long unit = 0; unit * UNIT < dim; unit++) {
-#if defined(WITH_WIDE) && UNIT == 2 /* as products (wide_products.h) */
-    floats keyed[2][2];
-    spread_bfloat16(keyed[0], block[0] + unit);
-    spread_bfloat16(keyed[1], block[1] + unit);
+#ifdef WIDENED
+#pragma GCC unroll 2
+    for (int number = 0; number < 2; number++)
+#pragma GCC unroll 2
+      for (int b = 0; b < 2; b++) {
+        READ_AGAIN;
+        const floats keyed = one_of_two(load_units(block[b] + unit), number);
 #pragma GCC unroll 6
-    for (int m = 0; m < count; m++) {
-      const float *at = (const float *)queries[m] + 2 * unit;
-      for (int b = 0; b < 2; b++)
-        sum[m][b] = multiply_add(keyed[b][1], splat(at[1]), multiply_add(keyed[b][0], splat(at[0]), sum[m][b]));
-    }
+        for (int m = 0; m < count; m++)
+          sum[m][b] = multiply_add(keyed, splat(((const float *)(queries + m * stride))[2 * unit + number]), sum[m][b]);
+      }
 #else
 #pragma GCC unroll 6
     for (int m = 0; m < count; m++) {
-      const units numbers = splat_unit((const ELEM *)queries[m] + UNIT * unit);
+      const units numbers = splat_unit(queries + m * stride + 4 * unit);
       for (int b = 0; b < 2; b++) sum[m][b] = NAME(add_product)(sum[m][b], block[b][unit], numbers);
     }
 #endif
@@ -571,40 +609,46 @@ INLINE void NAME(score_some)(const units (*block)[MOST_DIM / UNIT], const void *
     for (int b = 0; b < 2; b++) store_float(to + m * padded + b * LANES, sum[m][b]);
 }
 
-/* Where the units of a tile's queries are: in place, or in `copied`, in float32 or with zeros behind an odd number. */
-typedef struct {
-  const char *first;
-  long copies; /* bytes from one copy to the next; 0: they are in place */
-} NAME(query_places);
+#if defined(WITH_BYTE_DOTS) && UNIT == 2
+#define WITH_DIGITS /* queries of no more than 8 significant bits become whole numbers where keys are bytes */
+#endif
 
-static NAME(query_places) NAME(places_of)(const NAME(attention) * a, const NAME(query_tile) * t, float *copied) {
-#if defined(WITH_WIDE) && UNIT == 2
-  const long size = NAME(rounded_dim)(a->dim);
-  for (long query = 0; query < t->queries; query++)
-    for (long i = 0; i < size; i += LANES)
-      store_float(copied + query * size + i, load_first_bfloat16(NAME(query_of)(a, t, query) + i, a->dim - i));
-  return (NAME(query_places)){(const char *)copied, size * (long)sizeof(float)};
+/* Bytes from one copy of a query to the next. */
+INLINE long NAME(copy_stride)(const NAME(attention) * a) {
+#ifdef WIDENED
+  return NAME(rounded_dim)(a->dim) * (long)sizeof(float);
 #else
-  const long size = NAME(deep)(a->dim);
-  ELEM *to = (ELEM *)copied;
-  if (size == a->dim) return (NAME(query_places)){0, 0};
-  for (long query = 0; query < t->queries; query++, to += size) {
-    memcpy(to, NAME(query_of)(a, t, query), (size_t)a->dim * sizeof *to);
-    to[a->dim] = 0;
-  }
-  return (NAME(query_places)){(const char *)copied, size * (long)sizeof *to};
+  return a->scales ? NAME(rounded_dim)(a->dim) * (long)sizeof(float) : NAME(deep)(a->dim) * (long)sizeof(ELEM);
 #endif
 }
 
-#if defined(WITH_BYTE_DOTS) && UNIT == 2
-/* `score` of keys of 8 bits and queries of no more than 8 significant ones. */
-static void NAME(score_bytes)(const NAME(attention) * a, const NAME(query_tile) * t, float *copied, long first, long last) {
-  const long stride = NAME(rounded_dim)(a->dim) * (long)sizeof *copied;
-  for (long query = 0; query < t->queries; query++) {
-    float numbers[MOST_DIM];
-    NAME(widen)(NAME(query_of)(a, t, query), numbers, a->dim);
-    digits_of(numbers, a->dim, (query_digits *)((char *)copied + query * stride));
+/* Copies of a tile's queries, one after another, as `score` reads them: with zeros behind an odd number, or in float32, or as
+   whole numbers. */
+static void NAME(copy_queries)(const NAME(attention) * a, const NAME(query_tile) * t, char *to) {
+  const long stride = NAME(copy_stride)(a);
+  for (long query = 0; query < t->queries; query++, to += stride) {
+    const ELEM *from = NAME(query_of)(a, t, query);
+#ifdef WITH_DIGITS
+    if (a->scales) {
+      float numbers[MOST_DIM];
+      NAME(widen)(from, numbers, a->dim);
+      digits_of(numbers, a->dim, (query_digits *)to);
+      continue;
+    }
+#endif
+#ifdef WIDENED
+    NAME(widen)(from, (float *)to, a->dim);
+#else
+    memcpy(to, from, (size_t)a->dim * sizeof *from);
+    if (a->dim % UNIT) ((ELEM *)to)[a->dim] = 0;
+#endif
   }
+}
+
+#ifdef WITH_DIGITS
+/* `score` of keys of 8 bits. */
+static void NAME(score_bytes)(const NAME(attention) * a, const NAME(query_tile) * t, const char *queries, long first, long last) {
+  const long stride = NAME(copy_stride)(a);
   for (long key = first; key < last; key += LANES) {
     const long left = t->most - key, from = left < 1 ? t->most - 1 : key, count = left < 1 ? 1 : left;
     units block[MOST_DIM / 4];
@@ -612,7 +656,7 @@ static void NAME(score_bytes)(const NAME(attention) * a, const NAME(query_tile) 
     for (long q = 0; q < t->queries; q += TOGETHER) {
       const long here = t->queries - q < TOGETHER ? t->queries - q : TOGETHER;
 #define RUN(number) \
-  dot_some(block, (const char *)copied + q * stride, stride, t->scores + q * t->padded + key, t->padded, a->dim, number)
+  dot_some(block, queries + q * stride, stride, t->scores + q * t->padded + key, t->padded, a->dim, number)
       BY_QUERIES(here, RUN)
 #undef RUN
     }
@@ -620,17 +664,17 @@ static void NAME(score_bytes)(const NAME(attention) * a, const NAME(query_tile) 
 }
 #endif
 
-/* Products of a tile's queries with the keys from `first` to `last`, multiples of 32; from `most` on they are those of the
-   last key. `copied` is for the queries. */
-static void NAME(score)(const NAME(attention) * a, const NAME(query_tile) * t, float *copied, long first, long last) {
-#if defined(WITH_BYTE_DOTS) && UNIT == 2
+/* Products of a tile's queries, which were copied, with the keys from `first` to `last`, multiples of 32; from `most` on they are
+   those of the last key. */
+static void NAME(score)(const NAME(attention) * a, const NAME(query_tile) * t, const char *queries, long first, long last) {
+#ifdef WITH_DIGITS
   if (t->key_scales) {
-    NAME(score_bytes)(a, t, copied, first, last);
+    NAME(score_bytes)(a, t, queries, first, last);
     return;
   }
 #endif
+  const long stride = NAME(copy_stride)(a);
   units block[2][MOST_DIM / UNIT];
-  const NAME(query_places) places = NAME(places_of)(a, t, copied);
   for (long key = first; key < last; key += 2 * LANES) {
     for (int b = 0; b < 2; b++) {
       const long left = t->most - key - b * LANES, from = left < 1 ? t->most - 1 : key + b * LANES;
@@ -638,11 +682,9 @@ static void NAME(score)(const NAME(attention) * a, const NAME(query_tile) * t, f
       NAME(transpose)(a, t, from, count, block[b]);
     }
     for (long q = 0; q < t->queries; q += TOGETHER) {
-      const void *queries[6];
-      for (long m = 0; m < TOGETHER && q + m < t->queries; m++)
-        queries[m] = places.copies ? (const void *)(places.first + (q + m) * places.copies) : NAME(query_of)(a, t, q + m);
       const long here = t->queries - q < TOGETHER ? t->queries - q : TOGETHER;
-#define RUN(count) NAME(score_some)(block, queries, t->scores + q * t->padded + key, t->padded, a->dim, count)
+#define RUN(count) \
+  NAME(score_some)(block, queries + q * stride, stride, t->scores + q * t->padded + key, t->padded, a->dim, count)
       BY_QUERIES(here, RUN)
 #undef RUN
     }
@@ -660,37 +702,38 @@ INLINE void NAME(mix_some)(const NAME(attention) * a, const NAME(query_tile) * t
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) sum[m][v] = zeros();
 #ifdef IN_FLOATS
-  const long step = 1;
+  const int held = UNIT == 1 || partial || TAKEN > vectors ? vectors : TAKEN;
+  for (long key = 0; key < t->most; key++) {
+#pragma GCC unroll 4
+    for (int first = 0; first < vectors; first += held) {
+      floats taken[WIDE];
+      if (held < vectors) READ_AGAIN;
+      NAME(take_values)(a, t, key, key, d, first, first + held, partial, bytes, taken);
+#pragma GCC unroll 6
+      for (int m = 0; m < count; m++) {
+        const floats weight = splat(scores[m * t->padded + key]);
+#pragma GCC unroll 4
+        for (int v = 0; v < held; v++) sum[m][first + v] = multiply_add(taken[v], weight, sum[m][first + v]);
+      }
+    }
+  }
 #else
-  const long step = UNIT;
-#endif
-  for (long key = 0; key < t->most; key += step) {
-    NAME(taken) taken[WIDE];
-    NAME(take_values)(a, t, key, key + 1 < t->most ? key + 1 : key, d, vectors, partial, bytes, taken);
+  for (long key = 0; key < t->most; key += UNIT) {
+    units taken[WIDE];
+    NAME(take_values)(a, t, key, key + 1 < t->most ? key + 1 : key, d, 0, vectors, partial, bytes, taken);
 #pragma GCC unroll 6
     for (int m = 0; m < count; m++) {
-#ifdef IN_FLOATS
-      const floats weight = splat(scores[m * t->padded + key]);
-#pragma GCC unroll 4
-      for (int v = 0; v < vectors; v++) sum[m][v] = multiply_add(taken[v], weight, sum[m][v]);
-#else
       const units weight = splat_unit((const ELEM *)(scores + m * t->padded) + key);
 #pragma GCC unroll 4
       for (int v = 0; v < vectors; v++) sum[m][v] = NAME(add_product)(sum[m][v], taken[v], weight);
-#endif
     }
   }
+#endif
 #pragma GCC unroll 6
   for (int m = 0; m < count; m++)
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) {
-      ELEM *to = NAME(output_of)(a, t, query + m) + d + v * LANES;
-      const floats made = quotient(sum[m][v], splat(t->sums[query + m]));
-      if (partial)
-        NAME(store_first)(to, a->dim - d - v * LANES, made);
-      else
-        NAME(store)(to, made);
-    }
+    for (int v = 0; v < vectors; v++)
+      store_float(NAME(outcome_of)(a, t, query + m) + NAME(OUTCOME) + d + v * LANES, sum[m][v]);
 }
 
 /* The last dimensions of heads that are no whole vectors; apart, so that the code of the others stays small. */
@@ -723,7 +766,7 @@ INLINE void NAME(mix_all)(const NAME(attention) * a, const NAME(query_tile) * t,
   }
 }
 
-/* A tile's outputs in the dimensions from `first`, a multiple of 32, to `last`, another one or the last of all. */
+/* Sums of a tile's weighted values in the dimensions from `first`, a multiple of 32, to `last`, another one or the last of all. */
 static void NAME(mix)(const NAME(attention) * a, const NAME(query_tile) * t, long first, long last) {
   if (t->value_scales)
     NAME(mix_all)(a, t, first, last, 1);
@@ -732,28 +775,33 @@ static void NAME(mix)(const NAME(attention) * a, const NAME(query_tile) * t, lon
 }
 
 #undef BY_QUERIES
+#undef WITH_DIGITS
 #endif /* WITH_AMX */
 
 /* The products of one query become exponentials over the largest score, in the rows' type, times their values' scales where
    there are these; their sum is of what was not rounded. */
 static void NAME(weigh)(const NAME(attention) * a, const NAME(query_tile) * t, long query) {
   const floats scale = splat(a->scale), nothing = splat(-INFINITY);
-  const long token = t->token + query / t->group, seen = a->visible[token];
-  const float sink = a->sinks ? a->sinks[t->head + query % t->group] : -INFINITY;
-  float *scores = t->scores + query * t->padded;
+  const long token = t->token + query / t->group, seen = a->visible[token] - t->start;
+  float *scores = t->scores + query * t->padded, *outcome = NAME(outcome_of)(a, t, query);
+  const int plain = !t->key_scales && a->cap == 0.0f && !a->mask && t->padded <= seen; /* then scores follow from products */
   floats top = nothing, sum = zeros();
-  for (long key = 0; key < t->padded; key += LANES) {
+  for (long key = 0; plain && key < t->padded; key += LANES) top = larger(top, load_float(scores + key));
+  if (plain) top = mul(top, scale);
+  for (long key = 0; !plain && key < t->padded; key += LANES) {
     floats score = mul(load_float(scores + key), scale);
     if (t->key_scales) score = mul(score, load_first_float(t->key_scales + key, t->most - key));
     if (a->cap != 0.0f) score = capped(score, a->cap);
-    if (a->mask) score = add(score, NAME(load_first)(a->mask + token * a->horizon + key, t->most - key));
+    if (a->mask) score = add(score, NAME(load_first)(a->mask + token * a->horizon + t->start + key, t->most - key));
     score = first_of(seen - key, score, nothing);
     top = larger(top, score);
     store_float(scores + key, score);
   }
-  top = splat(largest_of(larger(splat(sink), top)));
+  outcome[0] = largest_of(top);
+  top = splat(outcome[0]);
   for (long key = 0; key < t->padded; key += LANES) {
-    floats weight = exponential(sub(load_float(scores + key), top));
+    const floats score = load_float(scores + key);
+    floats weight = exponential(sub(plain ? mul(score, scale) : score, top));
     sum = add(sum, weight);
     if (t->value_scales) weight = mul(weight, load_first_float(t->value_scales + key, t->most - key));
 #ifdef IN_FLOATS
@@ -762,62 +810,125 @@ static void NAME(weigh)(const NAME(attention) * a, const NAME(query_tile) * t, l
     NAME(store)((ELEM *)scores + key, weight); /* behind what is still to be read */
 #endif
   }
-  if (a->sinks) sum = add(sum, first_of(1, exponential(sub(splat(sink), top)), zeros()));
-  t->sums[query] = sum_of(sum);
+  outcome[1] = sum_of(sum);
 }
 #undef IN_FLOATS
+#undef WIDENED
 
-/* Few tiles, each divided among threads that others would wait for: first all 32 keys of all tiles, then all queries, then all
-   32 dimensions, in parts of equal size. Every sum is taken in the same order as by one thread. Tile i has the i-th area of
-   scratch. */
-static void NAME(divide_tiles)(const NAME(attention) * a, long number, long count, float *copied) {
-  enum { COUNT, SCORE, WEIGH, MIX, STEPS };
-  const long wide = 2 * LANES;
-  long total[STEPS] = {0};
+/* The outcome of no keys: that of the query's sink, where it has one. */
+static void NAME(begin)(const NAME(attention) * a, long head, float *outcome) {
+  memset(outcome, 0, (size_t)NAME(outcome_size)(a->dim) * sizeof *outcome);
+  outcome[0] = a->sinks ? a->sinks[head] : -INFINITY;
+  outcome[1] = a->sinks != 0;
+}
+
+/* The outcome of some keys and of the next ones: both are brought to the same largest score. */
+static void NAME(absorb)(float *outcome, const float *next, long dim) {
+  if (next[0] < UNSEEN) return;
+  const floats top = larger(splat(outcome[0]), splat(next[0]));
+  const floats old = exponential(sub(splat(outcome[0]), top)), new = exponential(sub(splat(next[0]), top));
+  outcome[0] = largest_of(top);
+  outcome[1] = largest_of(multiply_add(splat(outcome[1]), old, mul(splat(next[1]), new)));
+  for (long d = NAME(OUTCOME); d < NAME(OUTCOME) + dim; d += LANES)
+    store_float(outcome + d, multiply_add(load_float(outcome + d), old, mul(load_float(next + d), new)));
+}
+
+static void NAME(put_out)(const float *outcome, ELEM *to, long dim) {
+  for (long d = 0; d < dim; d += LANES)
+    NAME(store_first)(to + d, dim - d, quotient(load_float(outcome + NAME(OUTCOME) + d), splat(outcome[1])));
+}
+
+/* A span of a tile by one thread. */
+static void NAME(attend_span)(const NAME(attention) * a, const NAME(query_tile) * t, const char *queries) {
+  NAME(score)(a, t, queries, 0, t->padded);
+  for (long query = 0; query < t->queries; query++) NAME(weigh)(a, t, query);
+  NAME(mix)(a, t, 0, a->dim);
+}
+
+/* Few tiles, whose spans are divided among threads. Either a thread takes whole spans; or, where these are few too, first all 32
+   keys of all spans are divided, then all queries, then all 32 dimensions, in parts of equal size. In the end the queries
+   are. Every sum is taken in the same order as by one thread. Each span has outcomes of its own. */
+static void NAME(divide_tiles)(const NAME(attention) * a, long number, long count) {
+  enum { COUNT, SCORE, WEIGH, MIX, END, STEPS };
+  const long wide = 2 * LANES, group = a->heads / a->key_heads, size = NAME(outcome_size)(a->dim);
+  float *own = a->scratch + number * a->scratch_size;
+  char *queries = (char *)(own + a->copied);
+  long total[STEPS] = {0}, copied = -1; /* the tile whose queries were copied */
   for (int step = COUNT; step < STEPS; step++) {
     const long from = total[step] * number / count, to = total[step] * (number + 1) / count;
-    long i = 0, before = 0;
-    if (step > SCORE) barrier();
+    long i = 0, before = 0, tile = 0;
+    if (step > SCORE && total[step]) barrier();
     for (long row = 0; row < a->rows; row++)
       for (long head = 0; head < a->key_heads; head++)
-        for (long first = 0; first < a->places[4 * row + 2]; first += a->columns) {
-          const NAME(query_tile) t = NAME(query_tile_of)(a, row, head, first, a->scratch + i++ * a->scratch_size);
-          const long pieces[STEPS] = {0, t.padded / wide, t.queries, (a->dim + wide - 1) / wide};
-          for (int later = SCORE; step == COUNT && later < STEPS; later++) total[later] += pieces[later];
-          const long low = from < before ? 0 : from - before;
-          const long high = to - before < pieces[step] ? to - before : pieces[step];
-          before += pieces[step];
-          if (low >= high) continue;
-          if (step == SCORE) NAME(score)(a, &t, copied, low * wide, high * wide);
-          if (step == WEIGH)
-            for (long query = low; query < high; query++) NAME(weigh)(a, &t, query);
-          if (step == MIX) NAME(mix)(a, &t, low * wide, high * wide < a->dim ? high * wide : a->dim);
+        for (long first = 0; first < a->places[4 * row + 2]; first += a->columns, tile++) {
+          const long most = NAME(seen_by)(a, row, first);
+          float *outcomes = a->scratch + a->outcomes + i * a->columns * group * size;
+          for (long start = 0; start < most; start += SPAN, i++) {
+            float *scratch = a->divided == BY_SPANS ? own : a->scratch + i * a->scratch_size;
+            const NAME(query_tile) t = NAME(query_tile_of)(a, row, head, first, start, most, scratch,
+                                                           a->scratch + a->outcomes + i * a->columns * group * size);
+            const long dims = (a->dim + wide - 1) / wide, last = start + SPAN >= most ? t.queries : 0;
+            const long spans[STEPS] = {0, 1, 0, 0, last}, parts[STEPS] = {0, t.padded / wide, t.queries, dims, last};
+            const long *pieces = a->divided == BY_SPANS ? spans : parts;
+            for (int later = SCORE; step == COUNT && later < STEPS; later++) total[later] += pieces[later];
+            const long low = from < before ? 0 : from - before;
+            const long high = to - before < pieces[step] ? to - before : pieces[step];
+            before += pieces[step];
+            if (low >= high) continue;
+            if (step == SCORE && tile != copied) NAME(copy_queries)(a, &t, queries);
+            if (step == SCORE) copied = tile;
+            if (step == SCORE && a->divided == BY_SPANS) NAME(attend_span)(a, &t, queries);
+            if (step == SCORE && a->divided == BY_PARTS) NAME(score)(a, &t, queries, low * wide, high * wide);
+            if (step == WEIGH)
+              for (long query = low; query < high; query++) NAME(weigh)(a, &t, query);
+            if (step == MIX) NAME(mix)(a, &t, low * wide, high * wide < a->dim ? high * wide : a->dim);
+            if (step == END)
+              for (long query = low; query < high; query++) {
+                float *held = own + a->held;
+                NAME(begin)(a, t.head + query % group, held);
+                for (const float *each = outcomes + query * size; each <= t.outcomes + query * size;
+                     each += a->columns * group * size)
+                  NAME(absorb)(held, each, a->dim);
+                NAME(put_out)(held, NAME(output_of)(a, &t, query), a->dim);
+              }
+          }
         }
   }
 }
 
 static void NAME(share_tiles)(void *given) {
   const NAME(attention) *a = given;
-  const long number = thread_number(), count = thread_count();
-  float *scratch = a->scratch + number * a->scratch_size, *copied = scratch + a->copied;
+  const long number = thread_number(), count = thread_count(), size = NAME(outcome_size)(a->dim);
+  float *scratch = a->scratch + number * a->scratch_size, *held = scratch + a->held;
+  char *queries = (char *)(scratch + a->copied);
   long part = 0;
   if (a->divided) {
-    NAME(divide_tiles)(a, number, count, copied);
+    NAME(divide_tiles)(a, number, count);
     return;
   }
   for (long row = 0; row < a->rows; row++)
     for (long head = 0; head < a->key_heads; head++)
       for (long first = 0; first < a->places[4 * row + 2]; first += a->columns)
         if (part++ % count == number) { /* in turns: later columns see more */
-          const NAME(query_tile) t = NAME(query_tile_of)(a, row, head, first, scratch);
-          NAME(score)(a, &t, copied, 0, t.padded);
-          for (long query = 0; query < t.queries; query++) NAME(weigh)(a, &t, query);
-          NAME(mix)(a, &t, 0, a->dim);
+          const long most = NAME(seen_by)(a, row, first);
+          float *outcomes = a->scratch + a->outcomes + number * a->columns * (a->heads / a->key_heads) * size;
+          for (long start = 0; start < most; start += SPAN) {
+            const NAME(query_tile) t = NAME(query_tile_of)(a, row, head, first, start, most, scratch, outcomes);
+            if (!start) NAME(copy_queries)(a, &t, queries);
+            NAME(attend_span)(a, &t, queries);
+            for (long query = 0; query < t.queries; query++) {
+              float *all = held + query * size;
+              if (!start) NAME(begin)(a, t.head + query % t.group, all);
+              NAME(absorb)(all, NAME(outcome_of)(a, &t, query), a->dim);
+              if (start + SPAN >= most) NAME(put_out)(all, NAME(output_of)(a, &t, query), a->dim);
+            }
+          }
         }
 }
 
-/* Rotate, store, attend. dim is from 1 to MOST_DIM; for columns * group queries rounded up to a multiple of 16, copied is at
-   least queries * (1 + horizon + 31), and scratch_size queries * dim more, with dim rounded up to a multiple of 16 UNIT. */
+/* Rotate, store, attend. dim is from 1 to MOST_DIM. An area of scratch has for columns * group queries, rounded up to a multiple
+   of 16, scores of SPAN keys, or of as many as the horizon has, in whole vectors of 32; from `copied` on a copy of each, of
+   dim floats, rounded up to a multiple of 16 UNIT; and from `held` on an outcome of each. */
 void NAME(draftproof_attend)(NAME(attention) * a, long threads) {
   const long tokens = a->tokens;
   NAME(clear_padding)(a);
