@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -342,19 +342,23 @@ def serve(path: str) -> None:
         print(json.dumps(seconds), flush=True)
 
 
+SPINNING = {"GOMP_SPINCOUNT": None}  # threads of llama.cpp meet often: it is a third slower without spinning
+
+
 class Worker:
     """A process that loads an engine and answers with seconds.
 
     Args:
         command: that starts it; its first line says that it is ready.
-        without: variables of the environment that it does not get.
+        environment: variables in place of its own; None takes one away.
     """
 
-    def __init__(self, command: list[str], without: Collection[str] = ()) -> None:
-        environment = {name: value for name, value in os.environ.items() if name not in without}
+    def __init__(self, command: list[str], environment: Mapping[str, str | None] | None = None) -> None:
+        changed: dict[str, str | None] = {**os.environ, **(environment or {})}
+        kept = {name: value for name, value in changed.items() if value is not None}
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=kept
         )
         self.first = self._line()
 
@@ -394,9 +398,7 @@ def measure(path: Path, options: Any) -> dict[str, Any]:
     other = None
     if options.python:
         command = [options.python, "-m", "draftproof.bench.worker", "llama.cpp", str(path), "auto", "1"]
-        other = Worker(
-            command, without=["GOMP_SPINCOUNT"]
-        )  # its threads meet often: it is a third slower without spinning
+        other = Worker(command, SPINNING)
     found: dict[str, Any] = {
         **json.loads(ours.first),
         "bytes": path.stat().st_size,

@@ -79,19 +79,7 @@ def llama_cpp(model: str, dtype: str, batch: int) -> Generate:  # noqa: ARG001 -
     answer = llama_program(program, model, batch) if program else llama_package(model, batch)
 
     def complete(request: Request, ids: list[int]) -> None:
-        out = answer(
-            {
-                "prompt": ids,
-                "n_predict": request["tokens"],
-                "temperature": request["temperature"],
-                "top_k": 0,
-                "top_p": 1.0,
-                "min_p": 0.0,
-                "seed": 1,
-                "ignore_eos": True,
-                "cache_prompt": False,
-            }
-        )
+        out = answer(completion(request, ids))
         assert out["usage"]["completion_tokens"] == request["tokens"], out
 
     def generate(request: Request) -> float:
@@ -101,6 +89,21 @@ def llama_cpp(model: str, dtype: str, batch: int) -> Generate:  # noqa: ARG001 -
         return time.perf_counter() - start
 
     return generate
+
+
+def completion(request: Request, ids: list[int]) -> dict[str, Any]:
+    """The body of a request to llama.cpp's server."""
+    return {
+        "prompt": ids,
+        "n_predict": request["tokens"],
+        "temperature": request["temperature"],
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "seed": 1,
+        "ignore_eos": True,
+        "cache_prompt": False,
+    }
 
 
 def llama_package(model: str, batch: int) -> Callable[[dict[str, Any]], Any]:
