@@ -100,7 +100,14 @@ def program(command: Sequence[str], arguments: Sequence[str], path: Path, draft:
     """A llama-server with one slot; DRAFT in its arguments is the file that drafts."""
     shared = ["-m", str(path), "-np", "1", "-c", str(CONTEXT), "-t", str(len(os.sched_getaffinity(0)))]
     return Program(
-        [*command, *shared, "--cache-ram", "0", *(str(draft) if each == "DRAFT" else each for each in arguments)]
+        [
+            *command,
+            *shared,
+            "--cache-ram",
+            "0",
+            "--log-disable",
+            *(str(draft) if each == "DRAFT" else each for each in arguments),
+        ]
     )
 
 
@@ -277,7 +284,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.shape:
-            path = Path(folder) / f"random {name}"
+            path = Path(folder) / f"random {name}.gguf"
             write_shape(path, name)
             common.say(options, "measuring", name)
             chosen = [way for way in every if way.drafts == NOTHING]
