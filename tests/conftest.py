@@ -23,7 +23,7 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 
 import type_checks
 
-type_checks.install("draftproof", rounds="DecodingLoop._round")
+type_checks.install("draftproof")
 
 import pytest
 from hypothesis import settings

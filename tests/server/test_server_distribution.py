@@ -49,8 +49,8 @@ def alarm(counts, expected):
 @pytest.mark.parametrize(
     ("parts", "seeded"),
     [
-        ({"drafter": "model", "stopper": "fixed:2", "verifier": "block"}, False),
-        ({"drafter": "model", "stopper": "fixed:2", "verifier": "token"}, True),
+        pytest.param({"drafter": "model", "stopper": "fixed:2", "verifier": "block"}, False, marks=pytest.mark.slow),
+        pytest.param({"drafter": "model", "stopper": "fixed:2", "verifier": "token"}, True, marks=pytest.mark.slow),
         ({}, False),
     ],
 )

@@ -351,13 +351,13 @@ def test_greedy_output_is_the_targets(family, bits, chains, dtype):
 @pytest.mark.parametrize(
     ("chains", "rule", "length"),
     [
-        (1, "token", 3),
+        pytest.param(1, "token", 3, marks=pytest.mark.slow),
         (1, "block", 3),
         (1, "match", 2),
         pytest.param(1, "match", 3, marks=pytest.mark.slow),  # two minutes
         (2, "trie_block", 2),
-        (2, "spectr", 2),
-        (2, "traversal", 2),
+        pytest.param(2, "spectr", 2, marks=pytest.mark.slow),
+        pytest.param(2, "traversal", 2, marks=pytest.mark.slow),
     ],
 )
 def test_exact_output_distribution(chains, rule, length):
