@@ -14,6 +14,7 @@ import torch
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.embedded import draft_dir, target_dir
+from draftproof.engine.prompts import as_prompts
 from support.helpers import embedded_model, engine, plain_rows, tokenizer
 
 PROMPTS = (
@@ -451,9 +452,9 @@ def test_a_bad_prompt_is_refused_in_one_line_and_nothing_is_decoded(prompts, mes
 
 @pytest.mark.parametrize("prompts", [{"role": "user", "content": "hi"}, b"hi", 7, None])
 def test_what_is_no_prompt_is_not_read_as_one(prompts):
-    unchecked = inspect.unwrap(Engine.generate)  # a mapping would give its keys as texts, bytes their numbers as tokens
+    unchecked = inspect.unwrap(as_prompts)  # a mapping would give its keys as texts, bytes their numbers as tokens
     with pytest.raises(UserError, match=rf"expected a text, .* got {type(prompts).__name__}$"):
-        unchecked(engine(), prompts, GREEDY)
+        unchecked(prompts)
 
 
 @pytest.mark.parametrize("token", [1.0, "7", None])

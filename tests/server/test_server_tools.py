@@ -334,7 +334,7 @@ def test_a_template_without_tools_is_refused():
         ):
             answer = post(base, CHAT, **{"messages": ASK, **fields})
             assert answer.status_code == 400
-            assert "knows no tools" in error_of(answer)["message"]
+            assert "no chat template that knows tools" in error_of(answer)["message"]
             assert error_of(answer)["param"] == "tools"
 
 

@@ -51,7 +51,7 @@ _known: weakref.WeakKeyDictionary[Any, dict[str, Taught]] = weakref.WeakKeyDicti
 def format_of(tokenizer: Any, given: str) -> Dialect:
     """The dialect of a model's calls: the named one, or for "auto" what its chat template teaches, if it does."""
     if not re.search(r"\btools\b", _template(tokenizer)):
-        raise ApiError("the chat template of this model knows no tools: leave them out", param="tools")
+        raise ApiError("this model has no chat template that knows tools: leave them out", param="tools")
     if given != "auto":
         return DIALECTS[given]
     found = taught(tokenizer)
