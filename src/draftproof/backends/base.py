@@ -201,9 +201,9 @@ class Session:
         if slots != list(range(base, base + len(slots))):
             self._gather(base, slots[: max(kept - base, 0)])
             self._gather_states(base, slots)
-        path = tokens[:base] + [tokens[slot] for slot in slots]
-        self._tokens = path[:kept]
-        self._ahead = path[kept:] if self._states else []
+        tokens[base:] = [tokens[slot] for slot in slots]  # in place: tens of thousands may stand before them
+        self._ahead = tokens[kept:] if self._states else []
+        del tokens[kept:]
         self._parents.clear()
         self._length = kept
         return kept
@@ -396,7 +396,7 @@ def room(backend: Backend, tokens: Sequence[int], *, vocab_size: int, edits: boo
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Length of the longest common prefix; if one is a prefix of the other, a single comparison finds it."""
     known, size = 0, min(len(left), len(right))
-    if left[:size] == right[:size]:
+    if _first(left, size) == _first(right, size):
         return size
     while known + 1 < size:  # the first `known` are equal, the first `size` are not
         middle = (known + size) // 2
@@ -405,6 +405,11 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
         else:
             size = middle
     return known
+
+
+def _first(tokens: Sequence[int], size: int) -> Sequence[int]:
+    """The first `size` tokens; not a copy where these are all."""
+    return tokens if len(tokens) == size else tokens[:size]
 
 
 def unread(session: Session, tokens: list[int]) -> list[int]:
@@ -418,7 +423,7 @@ def unread(session: Session, tokens: list[int]) -> list[int]:
     if not tokens:
         raise ValueError("nothing to read: a sequence has at least one token")
     stem = session.stem
-    known = min(common_prefix(session.tokens[:stem], tokens), len(tokens) - 1)
+    known = min(common_prefix(_first(session.tokens, stem), tokens), len(tokens) - 1)
     path = _walk(session, tokens[known:-1]) if known == stem else []
     rest = tokens[session.keep(known, path) :]
     session.expect(rest)
