@@ -232,7 +232,7 @@ def test_broken_heads_are_refused(tmp_path):
         with pytest.raises(UserError, match=words):
             load_head(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(UserError, match="not the config of a head"):
+    with pytest.raises(UserError, match="expected the config of a head"):
         load_head(tmp_path)
 
 
