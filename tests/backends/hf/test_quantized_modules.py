@@ -61,9 +61,9 @@ def test_the_copy_is_the_model_with_the_weights_that_its_products_have(family, b
     left = [path for path, each in made.named_modules() if isinstance(each, nn.Linear)]
     assert not left, "all of them are replaced, classes of the family's own, too"
     for path, layer in layers.items():
-        assert layer._product.weight.bits == bits
+        assert layer.product.weight.bits == bits
         plain = expected.get_submodule(path)
-        dense = layer._product.weight.to_dense()
+        dense = layer.product.weight.to_dense()
         if bits == 4 and layer is made.get_output_embeddings():
             dense = layer.weight
         plain.weight = nn.Parameter(dense if isinstance(plain, nn.Linear) else dense.t())
