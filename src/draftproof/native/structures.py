@@ -6,7 +6,7 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -221,6 +221,11 @@ class MixtureArguments(ctypes.Structure):
         ("scales", ctypes.c_void_p),
     ]
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What its working memory depends on."""
+        return self.size, self.experts, self.chosen, self.inner, self.shared_inner
+
     def work(self, tokens: int) -> int:
         """Elements of working memory that it needs for some tokens."""
         pairs, size = tokens * self.chosen, self.size
@@ -240,10 +245,19 @@ class InputsArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("count", "places")),
     ]
 
+    @property
+    def rounds(self) -> bool:
+        """Whether some of them round their inputs."""
+        return any(each.bits not in (0, AS_THEY_ARE) for each in self.of)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What their working memory depends on."""
+        return self.count, self.places, self.rounds, *self.outs
+
     def work(self, tokens: int, ins: int) -> int:
         """Elements of working memory that they need for some tokens."""
-        rounds = any(each.bits not in (0, AS_THEY_ARE) for each in self.of)
-        return int(2 * tokens * sum(self.outs)) + (inputs_size(tokens, ins) if rounds else 0)
+        return int(2 * tokens * sum(self.outs)) + (inputs_size(tokens, ins) if self.rounds else 0)
 
 
 class MixerArguments(ctypes.Structure):
@@ -274,6 +288,11 @@ class MixerArguments(ctypes.Structure):
         heads_fit = 1 <= self.key_heads <= heads and heads % self.key_heads == 0 and 1 <= self.dim <= MOST_STATE
         return bool(heads_fit and inner == heads * self.size and channels == inner + 2 * keys)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What its working memory depends on."""
+        return *self.inputs.sizes, self.inner, self.channels, self.heads
+
     def work(self, tokens: int, ins: int) -> int:
         """Elements of working memory that it needs for some tokens; a float32 number may take two."""
         floats = 64 + 2 * tokens * (self.channels + self.inner + 2 * self.heads)
@@ -294,6 +313,12 @@ class LayerArguments(ctypes.Structure):
         *((f"{name}_least", ctypes.c_float) for name in ("before", "mixed", "between", "made", "turned")),
         *((name, ctypes.c_float) for name in ("out_factor", "down_factor")),
     ]
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """What its working memory depends on."""
+        parts = [each.contents.sizes if each else () for each in (self.mixture, self.mixer)]
+        return self.size, self.inner, self.gates, self.qkv.sizes, self.gate_up.sizes, *parts
 
     def work(self, given: AttentionArguments) -> int:
         """Elements of working memory that a layer needs for a pass."""
@@ -323,17 +348,14 @@ class LayerStack:
         self.array = (LayerArguments * len(layers))(*layers)
         self.size = layers[0].size
         self.keeps_states = any(each.mixer for each in layers)
-        self._work: dict[tuple[int, int, int, int], int] = {}
+        self._different = list({each.sizes: each for each in self.array}.values())  # by what they need
 
     def __len__(self) -> int:
         return len(self.array)
 
     def work(self, given: AttentionArguments) -> int:
         """Elements of working memory that they need for a pass."""
-        sizes = given.tokens, given.heads, given.key_heads, given.dim
-        if sizes not in self._work:
-            self._work[sizes] = max(each.work(given) for each in self.array)
-        return self._work[sizes]
+        return max(each.work(given) for each in self._different)
 
 
 class Sequences:

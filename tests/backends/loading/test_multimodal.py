@@ -75,8 +75,8 @@ def test_the_language_model_is_taken_out_where_transformers_has_it_alone(name, t
 
 def test_a_language_model_with_other_logits_stays_where_it_is(monkeypatch):
     whole = whole_model("llava")
-    rows = text_part_module._rows
-    monkeypatch.setattr(text_part_module, "_rows", lambda model: rows(model) + float(model is whole))
+    rows = text_part_module.sample_logits
+    monkeypatch.setattr(text_part_module, "sample_logits", lambda model: rows(model) + float(model is whole))
     assert text_part(whole) is whole
     monkeypatch.undo()
     assert type(text_part(whole)).__name__ == "LlamaForCausalLM"

@@ -361,7 +361,8 @@ def test_layers_that_read_one_by_one_are_not_divided(kind):
     assert not backend(kind)._goes_on.divisible
 
 
-def test_packages_for_gpus_are_not_recommended():
+def test_packages_for_gpus_are_not_recommended(caplog):
+    caplog.set_level(logging.WARNING, "transformers.integrations.hub_kernels")
     logger, seen = logging.getLogger("transformers.integrations.hub_kernels"), []
     text = "`causal_conv1d_fn` is falling back to its reference PyTorch implementation because it is not installed."
     listener = logging.Handler()
