@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -413,7 +414,7 @@ class Worker:
         kept = {name: value for name, value in changed.items() if value is not None}
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=kept
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=kept, start_new_session=True
         )
         self.first = self._line()
 
@@ -431,8 +432,8 @@ class Worker:
         return json.loads(self._line())
 
     def end(self) -> None:
-        """Stop it."""
-        self._process.kill()
+        """Stop it, and what it started."""
+        os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 

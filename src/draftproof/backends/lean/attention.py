@@ -154,22 +154,6 @@ def attention(heads: Heads, like: Tensor, sinks: Float[Tensor, " queries"] | Non
     return TorchAttention(heads)
 
 
-def _turned_and_written(
-    fused: Float[Tensor, "tokens heads dim"],
-    cos: Float[Tensor, "tokens 1 dim"],
-    sin: Float[Tensor, "tokens 1 dim"],
-    keys: Float[Tensor, "rows key_heads capacity dim"],
-    values: Float[Tensor, "rows key_heads capacity dim"],
-    slots: Int[Tensor, " tokens"],
-    places: Int[Tensor, " tokens"],
-) -> Float[Tensor, "tokens turned dim"]:
-    heads = keys.shape[1]
-    turned = _turned(fused.narrow(1, 0, fused.shape[1] - heads), cos, sin)
-    for store, new in ((keys, turned), (values, fused)):
-        store.transpose(1, 2).index_put_((slots, places), new.narrow(1, new.shape[1] - heads, heads))
-    return turned
-
-
 @replaceable("layers")
 def turned_and_written(
     fused: Float[Tensor, "tokens heads dim"],
@@ -191,7 +175,11 @@ def turned_and_written(
         slots: row of each token.
         places: its position there.
     """
-    return _turned_and_written(fused, cos, sin, keys, values, slots, places)
+    heads = keys.shape[1]
+    turned = _turned(fused.narrow(1, 0, fused.shape[1] - heads), cos, sin)
+    for store, new in ((keys, turned), (values, fused)):
+        store.transpose(1, 2).index_put_((slots, places), new.narrow(1, new.shape[1] - heads, heads))
+    return turned
 
 
 def _turned(heads: Float[Tensor, "tokens heads dim"], cos: Tensor, sin: Tensor) -> Float[Tensor, "tokens heads dim"]:
@@ -227,8 +215,7 @@ class TorchAttention:
         cos, sin = at.angles(heads)
         if isinstance(at.cache, Cells):
             keys, values = at.cache.stores(layer)
-            turn = turned_and_written if fused.is_cuda else _turned_and_written  # the latter can be compiled
-            turned = turn(fused, cos, sin, keys, values, at.cache.slots, at.cache.places)
+            turned = turned_and_written(fused, cos, sin, keys, values, at.cache.slots, at.cache.places)
             keys, values = at.cache.read(layer)
             return self._attend(turned.narrow(1, 0, heads.queries), keys, values, at, mask)
         turned = _turned(fused.narrow(1, 0, heads.queries + heads.keys), cos, sin)
