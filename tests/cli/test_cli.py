@@ -590,7 +590,7 @@ def test_help_names_every_part_that_is_offered_and_no_other(words):
 @pytest.mark.usefixtures("warm")
 def test_compare_times_both_and_finds_the_tokens_identical_at_temperature_0(monkeypatch):
     monkeypatch.setattr(_compare, "ENOUGH", 0.0)
-    args = (STORY, "--temperature", "0", "--max-tokens", "16", "--compare")
+    args = (STORY, "--temperature", "0", "--max-tokens", "16", "--stopper", "fixed:4", "--compare")
     (reported,) = objects(generate(*args, "--json"))
     found = reported["compare"]
     assert found["identical"] is True

@@ -1,5 +1,8 @@
 """The number of threads follows the machine: simulated machines, and the engine's own rounds."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -238,8 +241,21 @@ def compute():
     torch.ones(1_000_000).add_(1)
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not list threads")
-@pytest.mark.skipif(not LEVELS, reason="no native operations on this machine")
+COUNTS_THREADS = Path("/proc/self/task").exists() and bool(LEVELS)  # and native operations can run on OpenMP
+ALONE = "DRAFTPROOF_TEST_TEAMS"
+
+
+@pytest.mark.skipif(not COUNTS_THREADS, reason="the system does not list threads, or there are no native operations")
+def test_teams_in_a_process_of_their_own():
+    """Pools that earlier tests have started, and libraries that they have loaded again, are not in it."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__, "-k", "TestTeams"]
+    environment = {**os.environ, ALONE: "1", "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "...." in done.stdout, "none was skipped"
+
+
+@pytest.mark.skipif(not COUNTS_THREADS or ALONE not in os.environ, reason="the test above runs it in a process")
 class TestTeams:
     """Teams that wait make the one that computes slow: GNU's runtime counts all threads that it has started.
 

@@ -26,7 +26,7 @@ from draftproof.backends.lean.traits import LLAMA, Experts, UnreadError
 from draftproof.backends.loading.gguf_rotary import DIVIDED, FACTORS, longest
 from draftproof.backends.loading.gguf_tensors import FileTensors, end_tokens, experts_of, floats_of, named, single
 from draftproof.backends.loading.options import ACTIVATIONS
-from draftproof.backends.loading.stored_snapshots import StoredBackend, StoredSnapshotBackend, attention_name
+from draftproof.backends.loading.stored_backends import StoredBackend, StoredSnapshotBackend, attention_name
 from draftproof.backends.products.packed_linear import StoredProduct, dense, fuse
 from draftproof.backends.products.stored_modules import NativeNorm, StoredEmbedding, StoredGates, StoredLinear
 from draftproof.errors import reason
