@@ -140,8 +140,10 @@ def _add_ends(made: Tokenizer, file: GGUFFile, roles: Mapping[str, tuple[str, in
     """Let texts begin and end with the tokens for that, where the file or else its kind of tokenizer says so."""
     from tokenizers import processors
 
-    begins = file.get("tokenizer.ggml.model") != BYTE_LEVEL or known_of(file).bos
-    first = [roles["bos"]] if file.get("tokenizer.ggml.add_bos_token", begins) and "bos" in roles else []
+    kind = file.get("tokenizer.ggml.model")
+    begins = kind != BYTE_LEVEL or known_of(file).bos
+    begins = kind == _MERGED or file.get("tokenizer.ggml.add_bos_token", begins)  # Gemma 4's files are not asked
+    first = [roles["bos"]] if begins and "bos" in roles else []
     last = [roles["eos"]] if file.get("tokenizer.ggml.add_eos_token", False) and "eos" in roles else []
     if first or last:
         before, after = ([text for text, _ in each] for each in (first, last))

@@ -17,6 +17,7 @@ from draftproof.backends.loading.gguf_hybrid import HYBRIDS, read_hybrid
 from draftproof.backends.loading.gguf_model import in_own_numbers
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
+from draftproof.backends.loading.stored_backends import _Passing
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.engine.registry import make_verifier
@@ -170,6 +171,23 @@ def test_the_output_distribution_is_that_without_drafts(name, tmp_path, monkeypa
     assert total_variation(distribution(backend, NgramDrafter), expected) > 1e-4
 
 
+@pytest.mark.parametrize("name", ["gemma4", pytest.param("gemma4, experts", marks=[pytest.mark.slow])])
+def test_the_output_distribution_of_gemma_4_is_that_without_drafts(name, tmp_path, monkeypatch):
+    path = tmp_path / "x.gguf"
+    sizes = {"vocab_size": 3, "vocab_size_per_layer_input": 3}
+    write_hybrid(path, hybrid_model(name, **sizes), name, FEW)
+    backend = read_hybrid(GGUFFile(path), name=name, dtype=torch.float32)
+    expected = distribution(backend, NoDrafter)
+    assert total_variation(distribution(backend, NgramDrafter), expected) < 1e-7
+    attend = _Passing.attend
+
+    def kept(self, layer, query, key, *others):  # Negative control: drafted tokens do not see their own keys.
+        return attend(self, layer, query, key * (query.shape[2] == 1), *others)
+
+    monkeypatch.setattr(_Passing, "attend", kept)
+    assert total_variation(distribution(backend, NgramDrafter), expected) > 1e-4
+
+
 def test_linear_layers_that_read_the_same_inputs_are_one_product(loaded):
     layers = loaded("qwen35").model.model.layers
     attention, linear = layers[3].self_attn, layers[0].linear_attn
@@ -219,6 +237,18 @@ ONE = np.ones(4, np.float32)
         ("qwen3next", {"changes": {"expert_gating_func": 2}}, "not chosen by a softmax"),
         ("granitehybrid", {"changes": {"ssm.time_step_rank": 7}}, "transformers makes no model of its metadata"),
         ("granitehybrid", {"changes": {"rope.scaling.finetuned": True}}, "turns queries and keys"),
+        ("lfm2", {"changes": {"attention.head_count_kv": [0, 2]}}, "head_count_kv has 2 numbers for 4 layers"),
+        ("gemma4", {"changes": {"attention.sliding_window_pattern": [True, False]}}, "has 2 numbers for 4 layers"),
+        ("gemma4", {"changes": {"attention.sliding_window_pattern": [True] * 4}}, "all its layers have a window"),
+        ("gemma4", {"changes": {"attention.value_length_swa": 32}}, "another size than its keys"),
+        (
+            "gemma4",
+            {"changes": {"feed_forward_length": 512}},
+            r"ffn_gate.weight is \[1024, 256\], not",
+        ),
+        ("gemma4", {"without": ["rope_freqs.weight"]}, "rotary embedding is not that of Gemma 4"),
+        ("gemma4", {"without": ["blk.0.layer_output_scale.weight"]}, "lack blk.0.layer_output_scale.weight"),
+        ("gemma4, experts", {"without": ["blk.1.ffn_down_exps.scale"]}, "lack blk.1.ffn_down_exps.scale"),
     ],
 )
 def test_what_is_not_known_is_refused_with_a_reason(name, options, why, tmp_path):

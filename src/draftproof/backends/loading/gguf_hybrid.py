@@ -24,7 +24,15 @@ from draftproof.backends.lean.mixture import Mixture, StoredMixture
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.lean.traits import LLAMA, Experts, UnreadError
 from draftproof.backends.loading.gguf_rotary import DIVIDED, FACTORS, longest
-from draftproof.backends.loading.gguf_tensors import FileTensors, end_tokens, experts_of, floats_of, named, single
+from draftproof.backends.loading.gguf_tensors import (
+    FileTensors,
+    by_layer,
+    end_tokens,
+    experts_of,
+    floats_of,
+    named,
+    single,
+)
 from draftproof.backends.loading.options import ACTIVATIONS
 from draftproof.backends.loading.stored_backends import StoredBackend, StoredSnapshotBackend, attention_name
 from draftproof.backends.products.packed_linear import StoredProduct, dense, fuse
@@ -67,7 +75,7 @@ class Hybrid:
     Attributes:
         kind: transformers' name of it.
         fields: of its config, besides those of all architectures.
-        sources: of the tensors of a layer that `_IN_LAYER` does not have or has otherwise.
+        sources: of the tensors of a layer, by their names in transformers, with or without their last part.
         norm: name of the last norm, and what it is in the file.
         mixture: name of the layer's mixture of experts; its shared expert is part of it where it has a share.
         activation: of the gates of experts.
@@ -111,7 +119,6 @@ _SAME_INPUTS = (
 )
 """Linear layers of one module that are called with the same inputs, in this order."""
 
-
 _UNTURNED = 1e20  # divisors of frequencies from here on leave heads as they are
 
 
@@ -128,7 +135,7 @@ def _logarithm(made: Tensor) -> Tensor:
 
 def _attends(file: GGUFFile) -> list[bool]:
     """Whether each layer has attention: layers without it have no key heads."""
-    return [bool(each) for each in np.broadcast_to(named(file, "attention.head_count_kv"), _layers(file))]
+    return [bool(each) for each in by_layer(file, "attention.head_count_kv", _layers(file))]
 
 
 def _key_heads(file: GGUFFile) -> int:
@@ -342,9 +349,11 @@ def _granite_sources(config: Any) -> dict[str, Source | str]:
 def _gemma4(file: GGUFFile) -> dict[str, Any]:
     """Layers with a window have other heads than those without; the last ones read keys and values of earlier ones."""
     of, layers = file.of_architecture, _layers(file)
-    windowed = [bool(each) for each in named(file, "attention.sliding_window_pattern")[:layers]]
-    heads = np.broadcast_to(named(file, "attention.head_count_kv"), layers)
-    widths = np.broadcast_to(named(file, "feed_forward_length"), layers)
+    windowed = [bool(each) for each in by_layer(file, "attention.sliding_window_pattern", layers)]
+    heads = by_layer(file, "attention.head_count_kv", layers)
+    widths = by_layer(file, "feed_forward_length", layers)
+    if all(windowed):
+        raise UnreadError("all its layers have a window")
     local, whole = (heads[np.asarray(windowed) == kind] for kind in (True, False))
     dims = {end: int(named(file, f"attention.key_length{end}")) for end in ("", "_swa")}
     if any(int(named(file, f"attention.value_length{end}")) != dim for end, dim in dims.items()):
@@ -363,11 +372,11 @@ def _gemma4(file: GGUFFile) -> dict[str, Any]:
         "head_dim": dims["_swa"],
         "global_head_dim": dims[""],
         "num_key_value_heads": single(local if len(local) else whole, "key heads"),
-        "num_global_key_value_heads": single(whole if len(whole) else local, "key heads"),
+        "num_global_key_value_heads": single(whole, "key heads"),
         "attention_k_eq_v": f"blk.{windowed.index(False)}.attn_v.weight" not in file.tensors,
         "num_kv_shared_layers": int(of("attention.shared_kv_layers", 0)),
         "intermediate_size": int(widths[0]),
-        "use_double_wide_mlp": len(set(widths.tolist())) > 1,
+        "use_double_wide_mlp": len(set(widths.tolist())) > 1,  # other widths than twice the first one do not fit
         "hidden_size_per_layer_input": int(of("embedding_length_per_layer_input", 0)),
         "vocab_size_per_layer_input": 1 if table is None else table.shape[0],
         "final_logit_softcapping": float(of("final_logit_softcapping", 0.0)) or None,

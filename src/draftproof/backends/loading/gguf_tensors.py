@@ -120,6 +120,18 @@ def named(keys: Keys, key: str) -> Any:
     return found
 
 
+def by_layer(keys: Keys, key: str, layers: int) -> Any:
+    """An array with a number for each layer, from one or from one number for all.
+
+    Raises:
+        UnreadError: it is not there, or for fewer layers.
+    """
+    found = np.atleast_1d(np.asarray(named(keys, key)))
+    if found.ndim != 1 or (len(found) != 1 and len(found) < layers):
+        raise UnreadError(f"its {key} has {found.size} numbers for {layers} layers")
+    return np.broadcast_to(found, layers) if len(found) == 1 else found[:layers]
+
+
 def single(value: Any, what: str) -> int:
     """One number for all layers."""
     found = {int(each) for each in np.atleast_1d(np.asarray(value))}

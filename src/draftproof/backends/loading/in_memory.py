@@ -1,7 +1,8 @@
 """Backends around a transformers model that its owner goes on using: its weights are read and never moved.
 
-The lean forward works on copies of the linear weights, in its own layout; backends hf and snapshot share every weight.
-Both go by a shallow copy of the model, so that neither keeps the model itself alive.
+The lean forward works on copies of the linear weights, in its own layout; backend hf shares every weight, and snapshot
+all but the small ones that its native code has in another form. All go by a shallow copy of the model, so that none
+keeps the model itself alive.
 """
 
 from __future__ import annotations
