@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import common
 import httpx
-from measure_gguf import HYBRIDS, SHAPES, SPINNING, TOKENS, Worker, ids_of, speeds, write_shape
+from measure_gguf import ON_MODULES, SHAPES, SPINNING, TOKENS, Worker, ids_of, speeds, write_shape
 from measure_servers import free_port, started
 
 from draftproof.bench import worker
@@ -271,7 +271,7 @@ def main() -> None:
         return
     parser = common.parser(__doc__)
     parser.add_argument("files", nargs="*", type=Path)
-    parser.add_argument("--shape", nargs="*", choices=(*SHAPES, *HYBRIDS), default=[])
+    parser.add_argument("--shape", nargs="*", choices=(*SHAPES, *ON_MODULES), default=[])
     parser.add_argument("--draft", nargs=2, action="append", type=Path, default=[], metavar=("FILE", "DRAFT"))
     parser.add_argument("--program", nargs="*", default=[], metavar="NAME=LLAMA_SERVER")
     parser.add_argument("--openvino", metavar="FOLDER")

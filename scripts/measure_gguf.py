@@ -53,7 +53,7 @@ SHAPES = {
     "7b": (28, 3584, 18944, 28, 4, 128, 0, 0),
     "30b-a3b": (8, 2048, 768, 32, 4, 128, 128, 8),  # of 48 layers
 }
-HYBRIDS = ("lfm2-1.2b", "qwen3.5-0.8b", "gemma4-e2b")
+ON_MODULES = ("lfm2-1.2b", "qwen3.5-0.8b", "gemma4-e2b")
 VOCAB = 151936
 ROWS, PROMPTS, TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12), (128, 896), 64
 Q5_0, Q8_0, Q4_K, Q5_K, Q6_K = 6, 8, 12, 13, 14
@@ -268,7 +268,7 @@ def write_gemma4(path: Path) -> None:
 
 def write_shape(path: Path, name: str) -> None:
     """A file with the shape of a Qwen2.5 or Qwen3 model and the types of tensors that a Q4_K_M file of it has."""
-    if name in HYBRIDS:
+    if name in ON_MODULES:
         {"lfm2-1.2b": write_lfm2, "qwen3.5-0.8b": write_qwen35, "gemma4-e2b": write_gemma4}[name](path)
         return
     layers, width, inner, heads, keys, dim, experts, chosen = SHAPES[name]
@@ -545,7 +545,7 @@ def main() -> None:
         return
     parser = common.parser(__doc__)
     parser.add_argument("files", nargs="*", type=Path)
-    parser.add_argument("--shape", nargs="*", choices=(*SHAPES, *HYBRIDS), default=[])
+    parser.add_argument("--shape", nargs="*", choices=(*SHAPES, *ON_MODULES), default=[])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--python", help="an interpreter with xllamacpp, for llama.cpp in turns")
     options = parser.parse_args()

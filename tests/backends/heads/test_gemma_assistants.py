@@ -14,12 +14,12 @@ from draftproof.backends.base import Feed
 from draftproof.backends.heads.published.assistant import AssistantBackend, AssistantNet
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
-from draftproof.backends.loading.gguf_hybrid import read_hybrid
+from draftproof.backends.loading.gguf_modules import read_modules
 from draftproof.engine.options import EngineOptions
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.models.gguf_file import GGUFFile
 from draftproof.tree import TokenTree
-from support.gguf_hybrids import hybrid_model, write_hybrid
+from support.gguf_modules import module_model, write_modules
 from support.helpers import assert_output_distribution, random_model
 from support.published import DATA as HEADS
 from support.published import mlp, tiny_target, weights, write
@@ -164,9 +164,9 @@ def assistant_for(folder, target, *, seed=12, kept=2, heads=2, dims=(8, 8)):
 def test_keys_and_values_of_a_gguf_file_are_read(tmp_path):
     """They are in the places that backend hf has for them, although native attention writes them."""
     path = tmp_path / "x.gguf"
-    write_hybrid(path, hybrid_model("gemma4"), "gemma4", (8,))
+    write_modules(path, module_model("gemma4"), "gemma4", (8,))
     few, dense = (
-        read_hybrid(GGUFFile(path), name="few", dtype=torch.float32, activations=each) for each in ("int8", "float")
+        read_modules(GGUFFile(path), name="few", dtype=torch.float32, activations=each) for each in ("int8", "float")
     )
     whole = HFBackend(dense.model, name="whole")
     folder = assistant_for(tmp_path / "assistant", whole, kept=320, heads=4, dims=(64, 128))

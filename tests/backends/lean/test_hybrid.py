@@ -13,7 +13,7 @@ from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.native.structures import Sequences
 from draftproof.tree import TokenTree
 from support.architectures.check import disturbed
-from support.gguf_hybrids import hybrid_model
+from support.gguf_modules import module_model
 from support.native_levels import needs_native
 from support.recurrent_models import backend as recurrent
 
@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @functools.cache
 def model(name, dtype=torch.float32):
-    return hybrid_model(name).to(dtype)
+    return module_model(name).to(dtype)
 
 
 @functools.cache

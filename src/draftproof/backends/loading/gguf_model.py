@@ -20,7 +20,7 @@ from draftproof.backends.cache.windows import FULL, SLIDING
 from draftproof.backends.lean.backend import LeanForward
 from draftproof.backends.lean.checkpoint import Architecture, TensorsByName
 from draftproof.backends.lean.traits import LLAMA, Traits, UnreadError
-from draftproof.backends.loading.gguf_hybrid import HYBRIDS, read_hybrid
+from draftproof.backends.loading.gguf_modules import ARCHITECTURES, read_modules
 from draftproof.backends.loading.gguf_rotary import (
     FACTORS,
     Frequencies,
@@ -136,8 +136,8 @@ def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> SlotBacke
         UserError: a mixture of experts that is not known here, since transformers does not read all its metadata.
     """
     limit_threads()
-    kind = HYBRIDS.get(file.get("general.architecture"))
-    read = read_model if kind is None else read_hybrid
+    kind = ARCHITECTURES.get(file.get("general.architecture"))
+    read = read_model if kind is None else read_modules
     dtype = options.own_dtype(torch.float32, kind or LeanForward.kind)
     if dtype is None:
         _log.warning(
@@ -298,7 +298,7 @@ class _FileWeights(FileTensors, TensorsByName):
     def __init__(self, file: GGUFFile, dtype: torch.dtype, *, dense: bool) -> None:
         name = file.get("general.architecture")
         if name not in _FAMILIES:
-            raise UnreadError(f"its architecture is {name!r}, not one of {', '.join((*_FAMILIES, *HYBRIDS))}")
+            raise UnreadError(f"its architecture is {name!r}, not one of {', '.join((*_FAMILIES, *ARCHITECTURES))}")
         super().__init__(file, dtype, dense=dense)
         self.family = _FAMILIES[name]
         self._names = {**_IN_LAYER, **dict(self.family.names)}

@@ -13,8 +13,8 @@ from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
 from draftproof.backends.hf.snapshots import SnapshotSession
 from draftproof.backends.lean.traits import UnreadError
-from draftproof.backends.loading.gguf_hybrid import HYBRIDS, read_hybrid
 from draftproof.backends.loading.gguf_model import in_own_numbers
+from draftproof.backends.loading.gguf_modules import ARCHITECTURES, read_modules
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.stored_backends import _Passing
@@ -26,7 +26,7 @@ from draftproof.profiling.tensor_memory import tensor_memory
 from draftproof.testing import engine_distribution, total_variation
 from draftproof.tree import TokenTree
 from support.distributions import checks_off
-from support.gguf_hybrids import CONFIGS, hybrid_model, write_hybrid
+from support.gguf_modules import CONFIGS, module_model, write_modules
 
 IDS = [5, 9, 2, 7, 11, 3, 300, 41, 17, 8, 260, 77, 30, 31, 32]
 Q8_0, FEW = (8,), (12, 14, 8)
@@ -43,8 +43,8 @@ def written(tmp_path_factory):
 
     @functools.cache
     def get(name, kinds=FEW):
-        model, path = hybrid_model(name), folder / f"{name.replace(', ', '-')}-{kinds}.gguf"
-        write_hybrid(path, model, name, kinds)
+        model, path = module_model(name), folder / f"{name.replace(', ', '-')}-{kinds}.gguf"
+        write_modules(path, model, name, kinds)
         return model, path
 
     return get
@@ -56,7 +56,7 @@ def loaded(written):
 
     @functools.cache
     def get(name, dtype=torch.float32):
-        return read_hybrid(GGUFFile(written(name)[1]), name=name, dtype=dtype)
+        return read_modules(GGUFFile(written(name)[1]), name=name, dtype=dtype)
 
     return get
 
@@ -74,7 +74,7 @@ def off(found, expected):
 
 
 def test_every_architecture_has_a_case():
-    assert {name.split(",")[0] for name in CONFIGS} == set(HYBRIDS)
+    assert {name.split(",")[0] for name in CONFIGS} == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -82,9 +82,9 @@ def test_logits_are_those_of_transformers(name, written):
     model, path = written(name, (None,))
     with torch.inference_mode():
         expected = model(torch.tensor([IDS])).logits[0]
-    assert off(logits_of(read_hybrid(GGUFFile(path), name=name, dtype=torch.float32)), expected) < 1e-5
+    assert off(logits_of(read_modules(GGUFFile(path), name=name, dtype=torch.float32)), expected) < 1e-5
     _, few = written(name, Q8_0)
-    backend = read_hybrid(GGUFFile(few), name=name, dtype=torch.float32)
+    backend = read_modules(GGUFFile(few), name=name, dtype=torch.float32)
     most = 0.5 if name == "gemma4, experts" else 0.15  # a token may choose another expert
     assert 1e-5 < off(logits_of(backend), expected) < most, "weights and inputs have 8 bits"
 
@@ -92,7 +92,7 @@ def test_logits_are_those_of_transformers(name, written):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_products_of_blocks_are_those_of_their_numbers(name, written, loaded):
-    dense = read_hybrid(GGUFFile(written(name)[1]), name=name, dtype=torch.float32, activations="float")
+    dense = read_modules(GGUFFile(written(name)[1]), name=name, dtype=torch.float32, activations="float")
     assert 1e-5 < off(logits_of(loaded(name)), logits_of(dense)) < 0.15
 
 
@@ -139,7 +139,7 @@ def test_another_order_of_sums_would_be_seen(loaded, monkeypatch):
 
 def test_every_architecture_is_read_by_the_lean_forward(loaded):
     for name in CONFIGS:
-        assert HYBRIDS[name.split(",")[0]] == "hf" or loaded(name).rounding == "", name
+        assert ARCHITECTURES[name.split(",")[0]] == "hf" or loaded(name).rounding == "", name
 
 
 def distribution(backend, drafter):
@@ -157,8 +157,8 @@ def distribution(backend, drafter):
 )
 def test_the_output_distribution_is_that_without_drafts(name, tmp_path, monkeypatch):
     path = tmp_path / "x.gguf"
-    write_hybrid(path, hybrid_model(name, vocab_size=3), name, FEW)
-    backend = read_hybrid(GGUFFile(path), name=name, dtype=torch.float32)
+    write_modules(path, module_model(name, vocab_size=3), name, FEW)
+    backend = read_modules(GGUFFile(path), name=name, dtype=torch.float32)
     expected = distribution(backend, NoDrafter)
     assert total_variation(distribution(backend, NgramDrafter), expected) < 1e-7
 
@@ -175,8 +175,8 @@ def test_the_output_distribution_is_that_without_drafts(name, tmp_path, monkeypa
 def test_the_output_distribution_of_gemma_4_is_that_without_drafts(name, tmp_path, monkeypatch):
     path = tmp_path / "x.gguf"
     sizes = {"vocab_size": 3, "vocab_size_per_layer_input": 3}
-    write_hybrid(path, hybrid_model(name, **sizes), name, FEW)
-    backend = read_hybrid(GGUFFile(path), name=name, dtype=torch.float32)
+    write_modules(path, module_model(name, **sizes), name, FEW)
+    backend = read_modules(GGUFFile(path), name=name, dtype=torch.float32)
     expected = distribution(backend, NoDrafter)
     assert total_variation(distribution(backend, NgramDrafter), expected) < 1e-7
     attend = _Passing.attend
@@ -208,7 +208,7 @@ def test_memory_is_that_of_the_file(written, loaded):
 def test_tables_are_the_files_numbers(written, loaded):
     for name in ("lfm2", "qwen35"):
         backend, ids = loaded(name), torch.tensor([3, 0, 319])
-        dense = read_hybrid(GGUFFile(written(name)[1]), name=name, dtype=torch.float32, activations="float")
+        dense = read_modules(GGUFFile(written(name)[1]), name=name, dtype=torch.float32, activations="float")
         assert torch.equal(backend.output_rows(ids), dense.output_rows(ids))
         assert torch.equal(backend.embed(ids), dense.embed(ids))
 
@@ -253,24 +253,24 @@ ONE = np.ones(4, np.float32)
 )
 def test_what_is_not_known_is_refused_with_a_reason(name, options, why, tmp_path):
     path = tmp_path / "x.gguf"
-    write_hybrid(path, hybrid_model(name), name, **options)
+    write_modules(path, module_model(name), name, **options)
     with pytest.raises(UnreadError, match=why):
-        read_hybrid(GGUFFile(path), name="x", dtype=torch.float32)
+        read_modules(GGUFFile(path), name="x", dtype=torch.float32)
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path, written):
     path, extra = tmp_path / "x.gguf", [("blk.4.nextn.eh_proj.weight", np.ones((256, 512), np.float32))]
     changes = {"block_count": 5, "nextn_predict_layers": 1}
-    write_hybrid(path, hybrid_model("qwen35"), "qwen35", changes=changes, extra=extra)
-    found = read_hybrid(GGUFFile(path), name="x", dtype=torch.float32)
-    expected = read_hybrid(GGUFFile(written("qwen35", (None,))[1]), name="x", dtype=torch.float32)
+    write_modules(path, module_model("qwen35"), "qwen35", changes=changes, extra=extra)
+    found = read_modules(GGUFFile(path), name="x", dtype=torch.float32)
+    expected = read_modules(GGUFFile(written("qwen35", (None,))[1]), name="x", dtype=torch.float32)
     assert torch.equal(logits_of(found), logits_of(expected))
 
 
 def test_a_file_by_its_name(written, tmp_path):
     path = tmp_path / "x.gguf"
     changes = {"general.sampling.temp": 0.3, "tokenizer.chat_template": "{{ messages }}"}
-    write_hybrid(path, hybrid_model("lfm2"), "lfm2", FEW, changes)
+    write_modules(path, module_model("lfm2"), "lfm2", FEW, changes)
     model = load(str(path))
     assert (model.backend.kind, model.backend.facts.bits) == ("snapshot", 6)
     assert model.backend.facts.sampling_defaults["temperature"] == pytest.approx(0.3)

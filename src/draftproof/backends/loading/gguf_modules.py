@@ -69,8 +69,8 @@ def _leave(_: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Hybrid:
-    """What metadata do not say of an architecture.
+class ModuleFamily:
+    """What metadata do not say of a family that transformers' modules read.
 
     Attributes:
         kind: transformers' name of it.
@@ -449,13 +449,13 @@ def _natively(inner: Any) -> None:
 
 
 _QWEN_NORM = ("model.norm", replace(_LAST, change=_minus_one))
-_HYBRIDS = {
-    "lfm2": Hybrid("lfm2", _lfm2, _lfm2_sources, ("model.embedding_norm", Source(("token_embd_norm.weight",)))),
-    "qwen35": Hybrid("qwen3_5_text", _delta, _qwen35_sources, _QWEN_NORM),
-    "qwen35moe": Hybrid("qwen3_5_moe_text", _delta, _qwen35_sources, _QWEN_NORM, mixture="mlp"),
-    "qwen3next": Hybrid("qwen3_next", _delta, _qwen3next_sources, _QWEN_NORM, mixture="mlp"),
-    "falcon-h1": Hybrid("falcon_h1", _falcon_h1, _falcon_h1_sources, ("model.final_layernorm", _LAST)),
-    "gemma4": Hybrid(
+_ARCHITECTURES = {
+    "lfm2": ModuleFamily("lfm2", _lfm2, _lfm2_sources, ("model.embedding_norm", Source(("token_embd_norm.weight",)))),
+    "qwen35": ModuleFamily("qwen3_5_text", _delta, _qwen35_sources, _QWEN_NORM),
+    "qwen35moe": ModuleFamily("qwen3_5_moe_text", _delta, _qwen35_sources, _QWEN_NORM, mixture="mlp"),
+    "qwen3next": ModuleFamily("qwen3_next", _delta, _qwen3next_sources, _QWEN_NORM, mixture="mlp"),
+    "falcon-h1": ModuleFamily("falcon_h1", _falcon_h1, _falcon_h1_sources, ("model.final_layernorm", _LAST)),
+    "gemma4": ModuleFamily(
         "gemma4_text",
         _gemma4,
         _gemma4_sources,
@@ -472,16 +472,16 @@ _HYBRIDS = {
         finish=_natively,
         spare=(DIVIDED, "attn_k.weight", "attn_v.weight", "attn_k_norm.weight"),
     ),
-    "granitehybrid": Hybrid("granitemoehybrid", _granite, _granite_sources, mixture="block_sparse_moe"),
+    "granitehybrid": ModuleFamily("granitemoehybrid", _granite, _granite_sources, mixture="block_sparse_moe"),
 }
-HYBRIDS = {name: hybrid.backend[0].kind for name, hybrid in _HYBRIDS.items()}
+ARCHITECTURES = {name: family.backend[0].kind for name, family in _ARCHITECTURES.items()}
 """The backend of each architecture."""
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_hybrid(
+def read_modules(
     file: GGUFFile, *, name: str, dtype: torch.dtype, activations: str = ACTIVATIONS[0], check: bool = True
 ) -> HFBackend:
     """The model in a file, with its own numbers; arguments as of `gguf_model.read_model`.
@@ -492,11 +492,11 @@ def read_hybrid(
     tensors = FileTensors(file, dtype, dense=activations == "float")
     if check:
         tensors.check()
-    hybrid = _HYBRIDS[file.get("general.architecture")]
-    model = _Filling(tensors, hybrid, dtype).model
+    family = _ARCHITECTURES[file.get("general.architecture")]
+    model = _Filling(tensors, family, dtype).model
     for key, value in generation_config(file).items():
         setattr(model.generation_config, key, value)
-    made = hybrid.backend[tensors.bits is not None](model, name=name, check=check)
+    made = family.backend[tensors.bits is not None](model, name=name, check=check)
     made.facts = replace(made.facts, bits=tensors.bits)
     return made
 
@@ -529,7 +529,7 @@ class _Filling:
 
     Args:
         tensors: of the file.
-        hybrid: its architecture.
+        family: its family.
         dtype: of hidden states.
 
     Attributes:
@@ -539,7 +539,7 @@ class _Filling:
         UnreadError: tensors that do not fit, or that would be left unread.
     """
 
-    def __init__(self, tensors: FileTensors, hybrid: Hybrid, dtype: torch.dtype) -> None:
+    def __init__(self, tensors: FileTensors, family: ModuleFamily, dtype: torch.dtype) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         kind: Any = AutoModelForCausalLM
@@ -547,32 +547,32 @@ class _Filling:
         self._tensors = tensors
         self._dtype = dtype
         self._unread = set(file.tensors)
-        fields = {**_common(file), **hybrid.fields(file)}
+        fields = {**_common(file), **family.fields(file)}
         try:
-            config: Any = AutoConfig.for_model(hybrid.kind, **fields)
+            config: Any = AutoConfig.for_model(family.kind, **fields)
             with torch.device("meta"):
-                model = kind.from_config(config, dtype=dtype, attn_implementation=hybrid.attention())
+                model = kind.from_config(config, dtype=dtype, attn_implementation=family.attention())
         except Exception as cause:  # whatever transformers raises for numbers that do not belong together
             raise UnreadError(f"transformers makes no model of its metadata ({reason(cause)})") from cause
         self.model = model.eval()
-        self._sources = hybrid.sources(config)
-        inner, (last, source) = model.model, hybrid.norm
+        self._sources = family.sources(config)
+        inner, (last, source) = model.model, family.norm
         if inner.rotary_emb is not None:
             inner.rotary_emb = type(inner.rotary_emb)(config)
         inner.embed_tokens = self._embedding(inner.embed_tokens, "token_embd.weight")
-        self._beside(inner, hybrid.beside)
+        self._beside(inner, family.beside)
         self._output(tied=config.tie_word_embeddings)
         norm = model.get_submodule(last)
         norm.weight = self._parameter(source, "", norm.weight.shape)
         experts = experts_of(file, whole=True) if file.of_architecture("expert_count") else None
         for number, layer in enumerate(inner.layers):
             if experts is not None:
-                setattr(layer, hybrid.mixture, self._mixture(f"blk.{number}.", experts, hybrid.activation))
-                hybrid.route(layer)
+                setattr(layer, family.mixture, self._mixture(f"blk.{number}.", experts, family.activation))
+                family.route(layer)
             self._layer(layer, f"blk.{number}.")
-        hybrid.finish(inner)
+        family.finish(inner)
         beyond = tuple(f"blk.{number}." for number in range(len(inner.layers), int(named(file, "block_count"))))
-        left = sorted(each for each in self._unread if not each.startswith(beyond) and not each.endswith(hybrid.spare))
+        left = sorted(each for each in self._unread if not each.startswith(beyond) and not each.endswith(family.spare))
         if left:
             raise UnreadError(f"its tensors have too much: {', '.join(left[:3])}")
 

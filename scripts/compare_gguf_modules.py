@@ -1,8 +1,8 @@
 """Models in GGUF files that transformers' modules read beside llama.cpp: log-probabilities of tiny random models.
 
-    PYTHONPATH=FOLDER python scripts/compare_hybrids.py [NAME ...]
+    PYTHONPATH=FOLDER python scripts/compare_gguf_modules.py [NAME ...]
 
-Each model of tests/support/gguf_hybrids.py is written with weights in float32, and with blocks of three types in
+Each model of tests/support/gguf_modules.py is written with weights in float32, and with blocks of three types in
 turns. llama.cpp (package xllamacpp, which `pip install --target FOLDER xllamacpp` has put into FOLDER) and draftproof
 read the same tokens, which llama.cpp continues greedily. Exits with 1 where a log-probability differs by more than
 rounding explains.
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from draftproof.backends.base import Feed
-from draftproof.backends.loading.gguf_hybrid import read_hybrid
+from draftproof.backends.loading.gguf_modules import read_modules
 from draftproof.models.gguf_file import GGUFFile
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from support.gguf_hybrids import CONFIGS, VOCAB, hybrid_model, write_hybrid
+from support.gguf_modules import CONFIGS, VOCAB, module_model, write_modules
 
 STEPS = 12
 PROMPT = range(5, 320, 21)
@@ -62,7 +62,7 @@ def theirs(running: Any, ids: list[int]) -> torch.Tensor:
 
 def compare(path: Path) -> tuple[int, float]:
     """How many of the most likely tokens are the same, and the largest difference of a log-probability."""
-    running, backend = server(path), read_hybrid(GGUFFile(path), name="file", dtype=torch.float32)
+    running, backend = server(path), read_modules(GGUFFile(path), name="file", dtype=torch.float32)
     session, ids, same, most = backend.open(), list(PROMPT), 0, 0.0
     pending = list(ids)
     for _ in range(STEPS):
@@ -84,7 +84,7 @@ def main() -> None:
         for name in parser.parse_args().names or CONFIGS:
             for form, kinds in KINDS.items():
                 path = Path(folder) / "model.gguf"
-                write_hybrid(path, hybrid_model(name), name, kinds, TOKENS)
+                write_modules(path, module_model(name), name, kinds, TOKENS)
                 same, most = compare(path)
                 print(f"{name}, {form}: {same} of {STEPS} tokens, off by at most {most:.2g}", flush=True)
                 wrong += most > MOST.get(name if form == "blocks" else form, MOST[form])  # a router may choose others

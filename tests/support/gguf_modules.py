@@ -393,7 +393,7 @@ def tokens(count):
     return {f"tokenizer.ggml.{key}": value for key, value in found.items()}
 
 
-def hybrid_model(name, **changes):
+def module_model(name, **changes):
     """A random model of CONFIGS, all of whose parts count; `changes` of its config."""
     config = copy.deepcopy(CONFIGS[name])
     for key, value in changes.items():
@@ -415,7 +415,7 @@ def hybrid_model(name, **changes):
     return model
 
 
-def write_hybrid(path, model, name, kinds=(None,), changes=None, extra=(), without=()):
+def write_modules(path, model, name, kinds=(None,), changes=None, extra=(), without=()):
     """Write a model of transformers as a GGUF file.
 
     Args:
