@@ -107,6 +107,14 @@ def alone(monkeypatch):
     monkeypatch.setattr(FileTokenizer, "for_transformers", refuse)
 
 
+def joined_ids(symbols, vocab, rank):
+    """Ids after neighbours that have a rank were joined, those with the least one first; bytes of what is no token."""
+    while pairs := [(found, at) for at, pair in enumerate(pairwise(symbols)) if (found := rank(*pair)) is not None]:
+        _, at = min(pairs)
+        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+    return [each for one in symbols for each in ([vocab[one]] if one in vocab else [3 + byte for byte in one.encode()])]
+
+
 def joined(text, tokens, scores, *, prefix):
     """Ids by llama.cpp's rule: of neighbours that are a token together, those with the best score are joined first."""
     vocab, found = {token: number for number, token in enumerate(tokens)}, []
@@ -115,15 +123,7 @@ def joined(text, tokens, scores, *, prefix):
             found.append(vocab[piece])
             continue
         symbols = list((" " * (prefix and piece != "") + piece).replace(" ", "\u2581"))
-        while pairs := [
-            (-scores[vocab[left + right]], at)
-            for at, (left, right) in enumerate(pairwise(symbols))
-            if left + right in vocab
-        ]:
-            _, at = min(pairs)
-            symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
-        for symbol in symbols:
-            found += [vocab[symbol]] if symbol in vocab else [3 + byte for byte in symbol.encode()]
+        found += joined_ids(symbols, vocab, lambda one, two: -scores[vocab[one + two]] if one + two in vocab else None)
     return found
 
 
@@ -157,12 +157,7 @@ def by_merges(text, tokens, merges):
         if piece in tokens[:3] or piece == tokens[-1] or (piece.strip("\n") == "" and piece in vocab):
             found.append(vocab[piece])
             continue
-        symbols = list(piece)
-        while pairs := [(ranks[pair], at) for at, pair in enumerate(pairwise(symbols)) if pair in ranks]:
-            _, at = min(pairs)
-            symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
-        for symbol in symbols:
-            found += [vocab[symbol]] if symbol in vocab else [3 + byte for byte in symbol.encode()]
+        found += joined_ids(list(piece), vocab, lambda *pair: ranks.get(pair))
     return found
 
 
