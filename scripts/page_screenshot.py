@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from draftproof import Engine, SamplingParams
-from server.test_server_page import BROWSER, SET, driven
+from support.browser import BROWSER, SET, driven
 from support.serving import running
 
 OUT = Path(__file__).parent.parent / "docs" / "assets" / "serve-page.png"

@@ -46,6 +46,22 @@ ROOMS = (
 ROOM = {name: floor for floor, names in enumerate(ROOMS) for name in names}
 
 
+# What is in the root besides folders; `.git` is a file in a work tree.
+ROOT_FILES = {
+    *(".git", ".gitignore", ".pre-commit-config.yaml"),
+    *(
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "CONTRIBUTING.md",
+        "LICENSE",
+        "README.md",
+        "SECURITY.md",
+        "THIRD_PARTY_NOTICES.md",
+    ),
+    *("constraints.txt", "hatch_build.py", "mkdocs.yml", "noxfile.py", "pyproject.toml"),
+}
+
+
 def part(path):
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
@@ -66,6 +82,15 @@ def imported(path):
                 yield inner if inner in MODULES else node.module
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("draftproof."))
+
+
+def any_imports(text):
+    """Names of all modules that a text imports."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
 
 
 @functools.cache
@@ -161,11 +186,24 @@ def test_names_of_test_files_are_unique():
     assert sorted(names) == sorted(set(names))
 
 
-def test_the_root_has_no_built_files():
-    """A library whose place was a level of a processor was once added with everything else."""
-    program = (b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe")
-    built = [path.name for path in ROOT.iterdir() if path.is_file() and path.read_bytes().startswith(program)]
-    assert not built
+def test_files_of_the_root_are_on_its_list():
+    """A library, a log and another package's wheel were once added with everything else."""
+    assert not {path.name for path in ROOT.iterdir() if path.is_file()} - ROOT_FILES
+
+
+def test_tests_import_no_other_test():
+    """What two files share stands in tests/support; a test file that is imported runs its fixtures and builds twice."""
+    files = [path for folder in ("tests", "scripts") for path in (ROOT / folder).rglob("*.py")]
+    names = {path.stem for path in files if path.name.startswith("test_")}
+    assert len(names) > 100
+    found = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files
+        for name in any_imports(path.read_text(encoding="utf-8"))
+        if names & set(name.split("."))
+    ]
+    assert not found, found
+    assert list(any_imports("from server.test_server_page import SET")) == ["server.test_server_page"]
 
 
 def test_the_file_tree_is_true():

@@ -13,36 +13,11 @@ from fastapi.responses import HTMLResponse, Response
 
 import draftproof.server
 from draftproof import Engine, SamplingParams
+from support.browser import BROWSER, PAGE, SET, driven
 from support.serving import running, small_engine
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-PAGE = (Path(draftproof.server.__file__).parent / "page.html").read_text(encoding="utf-8")
 NODE = shutil.which("node")
 in_browser = pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
-
-
-def driven(script):
-    """A route with the page and a script that uses it; a picture keeps the page loading until that is done."""
-    ends = f'<img src="wait"><script>(async () => {{{script}}})().finally(() => fetch("done"));</script></body>'
-
-    def extend(app):
-        done = asyncio.Event()
-
-        @app.get("/driven")
-        async def page():
-            return HTMLResponse(PAGE.replace("</body>", ends))
-
-        @app.get("/done")
-        async def release():
-            done.set()
-            return {}
-
-        @app.get("/wait")
-        async def wait():
-            await asyncio.wait_for(done.wait(), 30)
-            return Response(status_code=204)
-
-    return extend
 
 
 def seen(base, folder, *options):
@@ -62,12 +37,6 @@ def text_of(html, number):
     """The text of an entry."""
     entry = html.split('<div class="entry')[number + 1].split("</b>")[1].split("</div>")[0]
     return re.sub(r"<[^>]+>", "", entry)
-
-
-SET = """
-for (const [name, value] of Object.entries(%s)) document.querySelector(`[name=${name}]`).value = value;
-document.getElementById("prompt").value = "Once upon a time";
-"""
 
 
 @in_browser
