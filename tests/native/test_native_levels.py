@@ -1,8 +1,10 @@
 """Builds for the levels of processors between the best one here and the portable one compute what the best one does.
 
-Sums are added in other orders and are compared as closely as float32 allows; choices are the same bits. All other tests
-of native operations run at these levels with `pytest -m levels`. Those of Arm processors are emulated, where there is a
-cross-compiler and QEMU, with `pytest -m slow`; scripts/check_native.py runs all other tests on them.
+Sums are added in other orders and are compared as closely as float32 allows; choices are the same bits. By default the
+first and the last of these levels are compiled without optimization and compute one shape; with `pytest -m slow` all of
+them do, as users have them and on all shapes. All other tests of native operations run at these levels with
+`pytest -m levels`. Levels of Arm processors are emulated, where there is a cross-compiler and QEMU, with
+`pytest -m slow`; scripts/check_native.py runs all other tests on them.
 """
 
 import ctypes
@@ -17,6 +19,7 @@ from draftproof import Engine, SamplingParams
 from draftproof.backends.base import Feed
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.lean.native_layers import NativeLayers
+from draftproof.errors import UserError
 from draftproof.native import build as library
 from draftproof.native import dispatch
 from draftproof.native.dispatch import VARIABLE
@@ -50,14 +53,14 @@ def logits(dtype, weights=0):
     return backend.forward([Feed(backend.open(), [5, 9, 2, 7, 11, 3] * 7)])[0].logits
 
 
-def require_agreement(names, dtype, monkeypatch):
+def require_agreement(names, dtype, monkeypatch, shapes=SHAPES):
     """Each level computes exact products up to rounding, and what the first of them does."""
     for name in names:
         have(name)
         monkeypatch.setenv(VARIABLE, name)
         made = OPERATIONS[dtype]
         assert made.level == name
-        for rows, outs, ins in SHAPES:
+        for rows, outs, ins in shapes:
             sizes = (rows, ins), (outs, ins), (outs,)
             x, weight, bias = (drawn(seed, *size, dtype=dtype) for seed, size in enumerate(sizes))
             exact, slack = x.double() @ weight.double().T + bias, 1e-6 * (x.double().abs() @ weight.double().abs().T)
@@ -77,10 +80,38 @@ def require_agreement(names, dtype, monkeypatch):
         assert torch.allclose(logits(dtype), expected, rtol=0, atol=TOLERANCE[dtype]), name
 
 
+@pytest.fixture
+def in_use(monkeypatch):
+    """Has a library in use as that of its level, without looking at this processor."""
+
+    def use(level, loaded):
+        choose, load = library.choose, library.load
+        monkeypatch.setattr(library, "choose", lambda name: [level] if name == level.name else choose(name))
+        monkeypatch.setattr(library, "load", lambda of: loaded if of is level else load(of))
+        dispatch._operations.cache_clear()
+        return level.name
+
+    yield use
+    dispatch._operations.cache_clear()
+
+
+@pytest.mark.parametrize("name", sorted({*BETWEEN[:1], *BETWEEN[-1:]}))
+def test_levels_between_compute_what_the_best_does(name, in_use, monkeypatch, tmp_path):
+    """Compiled without optimization, in a quarter of the time: what is compared is our code."""
+    level = library.level_named(name)
+    try:
+        library.compile_library(tmp_path / "library.so", level, extra=("-O0",))
+    except UserError as error:  # an old compiler knows fewer levels
+        pytest.skip(f"{name} cannot be built here: {error}")
+    in_use(level, ctypes.CDLL(str(tmp_path / "library.so")))
+    for dtype in DTYPES:
+        require_agreement([LEVELS[0], name], dtype, monkeypatch, shapes=SHAPES[1:2])
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not BETWEEN, reason="no level between runs here")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_levels_between_compute_what_the_best_does(dtype, monkeypatch):
+def test_levels_between_compute_what_the_best_does_as_they_are_built(dtype, monkeypatch):
     require_agreement(LEVELS[:1] + BETWEEN, dtype, monkeypatch)
 
 
@@ -99,32 +130,17 @@ def arm(request, tmp_path_factory):
     loaded.close()
 
 
-@pytest.fixture
-def beside_portable(monkeypatch):
-    """Has a library in use as that of its level, without looking at this processor."""
-
-    def use(level, loaded):
-        choose, load = library.choose, library.load
-        monkeypatch.setattr(library, "choose", lambda name: [level] if name == level.name else choose(name))
-        monkeypatch.setattr(library, "load", lambda of: loaded if of is level else load(of))
-        dispatch._operations.cache_clear()
-        return ["portable", level.name]
-
-    yield use
-    dispatch._operations.cache_clear()
-
-
 @needs_emulation
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_arm_levels_compute_what_the_portable_one_does(arm, dtype, beside_portable, monkeypatch):
-    require_agreement(beside_portable(*arm), dtype, monkeypatch)
+def test_arm_levels_compute_what_the_portable_one_does(arm, dtype, in_use, monkeypatch):
+    require_agreement(["portable", in_use(*arm)], dtype, monkeypatch)
 
 
 @needs_emulation
-def test_text_is_the_same_on_arm(arm, beside_portable, monkeypatch):
+def test_text_is_the_same_on_arm(arm, in_use, monkeypatch):
     """Greedily, with a draft model, in float32."""
     made = {}
-    for name in beside_portable(*arm):
+    for name in ("portable", in_use(*arm)):
         monkeypatch.setenv(VARIABLE, name)
         pair = Engine.load("embedded:stories", "embedded:stories-draft", check=False)
         assert dispatch.levels()["float32"] == name
@@ -135,7 +151,7 @@ def test_text_is_the_same_on_arm(arm, beside_portable, monkeypatch):
 
 
 @needs_emulation
-def test_a_wrong_operation_on_lanes_is_seen(beside_portable, monkeypatch, tmp_path):
+def test_a_wrong_operation_on_lanes_is_seen(in_use, monkeypatch, tmp_path):
     sources = shutil.copytree(library.SOURCES, tmp_path / "c")
     lanes = sources / "lanes_parts.h"
     right = lanes.read_text(encoding="utf-8")
@@ -147,7 +163,7 @@ def test_a_wrong_operation_on_lanes_is_seen(beside_portable, monkeypatch, tmp_pa
     loaded = EmulatedLibrary(tmp_path / "library.so", PROCESSORS["neon"])
     monkeypatch.undo()
     with pytest.raises(AssertionError):
-        require_agreement(beside_portable(level, loaded), torch.float32, monkeypatch)
+        require_agreement(["portable", in_use(level, loaded)], torch.float32, monkeypatch)
     loaded.close()
 
 

@@ -1,7 +1,7 @@
 """A pytest plugin for tests of native operations: the builds that are tested, and what these tests have in common.
 
 By default the best level of processors that runs here and the portable one are tested in full; `pytest -m levels` tests
-the levels between, which tests/native/test_native_levels.py otherwise compares with the best. With
+the levels between, of which tests/native/test_native_levels.py otherwise compares two with the best. With
 DRAFTPROOF_NATIVE=LEVEL the whole suite runs with that level alone. A level is built when the first test asks for it,
 once for all processes.
 """
