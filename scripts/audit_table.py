@@ -25,7 +25,7 @@ import torch
 from draftproof import Engine
 from draftproof.audit.served.checks import PROMPTS
 from draftproof.audit.served.client import Client
-from draftproof.audit.served.run import Audit, Options
+from draftproof.audit.served.run import ServerAudit, ServerAuditOptions
 from draftproof.audit.served.scoring import Reference
 from draftproof.provenance import run_facts
 from draftproof.results import Results, table
@@ -92,7 +92,7 @@ class Bench:
             if known
             else Reference(self._right.target, self._right.tokenizer, eos_token_ids=self._right.ends)
         )
-        options = Options(
+        options = ServerAuditOptions(
             checks=(check,),
             numerics=numerics,
             seeds=True,
@@ -104,7 +104,7 @@ class Bench:
         async with app.router.lifespan_context(app):
             client = Client("http://server", transport=httpx.ASGITransport(app))
             rounded = self._rounded if numerics == "bfloat16" else None
-            (finding,) = await Audit(client, right, options, PROMPTS, rounded=rounded).run()
+            (finding,) = await ServerAudit(client, right, options, PROMPTS, rounded=rounded).run()
         likely = max(finding.evidence["kinds"], key=lambda one: one["e_value"])["kind"]
         return {
             "verdict": finding.verdict,

@@ -37,7 +37,7 @@ from draftproof.embedded import feature_head_dir
 from draftproof.provenance import FILE, run_facts
 from draftproof.results import Results, table
 from draftproof.training.evaluation.drafter import ANSWERS, TEXT, held_out_text, own_answers
-from draftproof.training.feature_rows import Row
+from draftproof.training.feature_rows import TrainingRow
 from draftproof.tree import TokenTree
 
 PLACES = 4
@@ -136,7 +136,7 @@ def _engine(given: argparse.Namespace, drafter: str | None) -> Engine:
 
 
 @torch.inference_mode()
-def along(target: Loaded, readers: dict[str, TargetHead], row: Row, every: int) -> list[dict[str, Any]]:
+def along(target: Loaded, readers: dict[str, TargetHead], row: TrainingRow, every: int) -> list[dict[str, Any]]:
     """Acceptance of each place of a draft, from positions of one window."""
     tokens = list(row.tokens)
     whole, owner = target.open(), target.open()

@@ -19,7 +19,7 @@ from draftproof.audit.served.kinds import FLOOR, kinds_of, looked_up, ratios, re
 from draftproof.audit.served.pairs import PairEvidence, audit_pair, words
 from draftproof.audit.served.records import Records
 from draftproof.audit.served.report import ServerReport
-from draftproof.audit.served.run import Audit, Finding, Options
+from draftproof.audit.served.run import CheckResult, ServerAudit, ServerAuditOptions
 from draftproof.audit.served.scoring import Reference
 from draftproof.cli import app
 from support.faulty_engines import FAULTS, faulty_engine
@@ -58,7 +58,9 @@ def audited(engine, right, checks, *, folder=None, **options):
         served = make_app(Server(engine, Settings(), "story"))
         async with served.router.lifespan_context(served):
             client = Client("http://server", transport=httpx.ASGITransport(served))
-            audit = Audit(client, right, Options(checks=checks, **{**SOON, **options}), PROMPTS, folder=folder)
+            audit = ServerAudit(
+                client, right, ServerAuditOptions(checks=checks, **{**SOON, **options}), PROMPTS, folder=folder
+            )
             return await audit.run()
 
     return asyncio.run(all_of_it())
@@ -204,8 +206,8 @@ def test_our_own_server_passes(engine, weights):
 @pytest.mark.parametrize(("ahead", "ends"), [(False, True), (True, False)])
 def test_an_audit_goes_on_while_its_bets_are_ahead(weights, ahead, ends):
     """Kinds that the budget is enough for are excluded; one that was judged too subtle may still win."""
-    audit = Audit(Client("http://nowhere"), weights, Options(checks=("plain",), budget=3000), ["Once"])
-    finding = Finding(audit.checks["plain"], needed={"enough": 100.0, "subtle": 9000.0})
+    audit = ServerAudit(Client("http://nowhere"), weights, ServerAuditOptions(checks=("plain",), budget=3000), ["Once"])
+    finding = CheckResult(audit.checks["plain"], needed={"enough": 100.0, "subtle": 9000.0})
     evidence = Evidence(("enough", "subtle"))
     subtle = 1.12 if ahead else 0.9
     for _ in range(400):
@@ -238,7 +240,7 @@ def test_two_servers(engine):
         apps = [make_app(Server(each, Settings(), "story")) for each in (one, two)]
         async with apps[0].router.lifespan_context(apps[0]), apps[1].router.lifespan_context(apps[1]):
             clients = [Client("http://server", transport=httpx.ASGITransport(each)) for each in apps]
-            options = Options(checks=("plain",), seeds=True, parallel=16, budget=1500, numerics=0.01)
+            options = ServerAuditOptions(checks=("plain",), seeds=True, parallel=16, budget=1500, numerics=0.01)
             return (await audit_pair(*clients, options, PROMPTS, words))[1][0]
 
     plain = Engine.load(TARGET, drafter="none", max_batch=32, dtype="float32", generation_config="none")
@@ -481,9 +483,9 @@ def test_what_the_server_says_of_itself_does_not_control_the_terminal():
     named = client_of(lambda _: httpx.Response(200, json={"data": [{"id": HOSTILE}]}))
     with pytest.raises(UserError, match="which is no name: give one with --model"):
         asyncio.run(named.start([1], "a"))
-    finding = Finding(checks_for((1, 2, 3))["plain"], verdict="FAIL", why=HOSTILE, broken=[HOSTILE] * 2)
+    finding = CheckResult(checks_for((1, 2, 3))["plain"], verdict="FAIL", why=HOSTILE, broken=[HOSTILE] * 2)
     finding.evidence = {"p_value": 1e-9, "kinds": []}
-    report = ServerReport({"model": HOSTILE, "url": "u"}, "weights", Options(), ["a"], [finding])
+    report = ServerReport({"model": HOSTILE, "url": "u"}, "weights", ServerAuditOptions(), ["a"], [finding])
     assert all(cell.isprintable() for row in report.rows() for cell in row)
     assert all(line.isprintable() for line in report.markdown().split("\n"))
 
@@ -537,7 +539,7 @@ def test_without_token_ids_there_is_no_verdict(engine, weights, monkeypatch):
 )
 def test_wrong_options(options):
     with pytest.raises(UserError, match="expected"):
-        Options(**options)
+        ServerAuditOptions(**options)
 
 
 def test_a_prompt_that_does_not_fit(engine, weights):
@@ -546,10 +548,10 @@ def test_a_prompt_that_does_not_fit(engine, weights):
 
 
 def test_the_page_for_maintainers():
-    finding = Finding(checks_for((1, 2, 3))["plain"], verdict="FAIL", why="it is", examples=[{"prompt": [1]}])
+    finding = CheckResult(checks_for((1, 2, 3))["plain"], verdict="FAIL", why="it is", examples=[{"prompt": [1]}])
     finding.evidence = {"p_value": 1e-9, "kinds": [{"kind": "too hot", "e_value": 1e9, "excluded_share": None}]}
     finding.slack, finding.needed = {"too hot": 0.1}, {"too hot": None}
-    report = ServerReport({"url": "http://x", "model": "m"}, "weights", Options(), ["a"], [finding])
+    report = ServerReport({"url": "http://x", "model": "m"}, "weights", ServerAuditOptions(), ["a"], [finding])
     page = report.markdown()
     assert "**FAIL: plain." in page
     assert '{"prompt": [1]}' in page

@@ -22,7 +22,7 @@ from draftproof.batch.answering import Answerer
 from draftproof.batch.folder import AnswerFolder
 from draftproof.batch.rows import RowOptions, columns, row_seed
 from draftproof.batch.run import answer_all, settings_of
-from draftproof.batch.source import Row, Source
+from draftproof.batch.source import Row, RowSource
 from draftproof.cli import app
 from support.serving import post, running, small_engine
 
@@ -275,7 +275,7 @@ def test_sampling_options_are_not_for_lines(tmp_path):
 
 def test_a_run_that_failed_goes_on_where_it_stood(engine, tmp_path):
     source, out, options = (
-        Source(write(tmp_path / "in.jsonl", some_rows(11))),
+        RowSource(write(tmp_path / "in.jsonl", some_rows(11))),
         tmp_path / "out",
         RowOptions(sampling=SHORT),
     )
@@ -312,7 +312,7 @@ def test_a_run_that_failed_goes_on_where_it_stood(engine, tmp_path):
 
 
 def test_results_that_come_twice_are_written_once(engine, tmp_path):
-    source, options = Source(write(tmp_path / "in.jsonl", some_rows(3))), RowOptions(sampling=SHORT)
+    source, options = RowSource(write(tmp_path / "in.jsonl", some_rows(3))), RowOptions(sampling=SHORT)
 
     def twice(rows):
         for results in Answerer(engine, options)(rows):
@@ -325,14 +325,14 @@ def test_results_that_come_twice_are_written_once(engine, tmp_path):
 
 
 def test_rows_that_never_come_are_an_error(tmp_path):
-    source, options = Source(write(tmp_path / "in.jsonl", some_rows(3))), RowOptions()
+    source, options = RowSource(write(tmp_path / "in.jsonl", some_rows(3))), RowOptions()
     with pytest.raises(UserError, match="3 of 3 rows have no output: run the command again"):
         answer_all(source, folder_of(source, tmp_path / "out", options), lambda _: (each for each in [[]]), run={})
 
 
 def test_a_disk_that_is_full_leaves_whole_files(engine, tmp_path, monkeypatch):
     source, options, out = (
-        Source(write(tmp_path / "in.jsonl", some_rows(7))),
+        RowSource(write(tmp_path / "in.jsonl", some_rows(7))),
         RowOptions(sampling=SHORT),
         tmp_path / "out",
     )
@@ -379,7 +379,7 @@ def test_a_process_that_is_killed_goes_on(tmp_path):
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
 def test_a_signal_ends_a_run_with_all_results_on_the_disk(engine, tmp_path, number, error):
     source, out, options = (
-        Source(write(tmp_path / "in.jsonl", some_rows(9))),
+        RowSource(write(tmp_path / "in.jsonl", some_rows(9))),
         tmp_path / "out",
         RowOptions(sampling=SHORT),
     )
@@ -445,7 +445,7 @@ def test_inputs_that_are_refused(tmp_path, name, content, message):
 
 
 def test_rows_without_ids_are_numbered(tmp_path):
-    source = Source(write(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}]))
+    source = RowSource(write(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "b"}]))
     assert [row.id for row in source.rows()] == [0, 1]
     assert source.integers
 
@@ -482,7 +482,7 @@ def test_a_folder_that_is_not_this_batchs_is_refused(tmp_path):
 
 
 def test_a_second_run_beside_the_first_is_refused(tmp_path):
-    source, options = Source(write(tmp_path / "in.jsonl", some_rows(3))), RowOptions()
+    source, options = RowSource(write(tmp_path / "in.jsonl", some_rows(3))), RowOptions()
     first, second = (folder_of(source, tmp_path / "out", options) for _ in range(2))
     with first.open({}), pytest.raises(UserError, match="another run writes to"), second.open({}):
         pass
@@ -490,7 +490,7 @@ def test_a_second_run_beside_the_first_is_refused(tmp_path):
 
 def test_settings_are_compared_again_once_the_folder_is_locked(engine, tmp_path):
     """Another run may begin and end between the first look and the lock, while a model is loaded."""
-    source, out = Source(write(tmp_path / "in.jsonl", some_rows(3))), tmp_path / "out"
+    source, out = RowSource(write(tmp_path / "in.jsonl", some_rows(3))), tmp_path / "out"
     waits = folder_of(source, out, RowOptions(sampling={"max_tokens": 4, "temperature": 1.0}))
     options = RowOptions(sampling={"max_tokens": 4, "temperature": 0.0})
     answer_all(source, folder_of(source, out, options), Answerer(engine, options), run={})
@@ -507,7 +507,11 @@ def test_settings_are_compared_again_once_the_folder_is_locked(engine, tmp_path)
 
 
 def test_a_lock_through_a_link_empties_nothing(tmp_path):
-    source, out, precious = Source(write(tmp_path / "in.jsonl", some_rows(1))), tmp_path / "out", tmp_path / "precious"
+    source, out, precious = (
+        RowSource(write(tmp_path / "in.jsonl", some_rows(1))),
+        tmp_path / "out",
+        tmp_path / "precious",
+    )
     precious.write_text("precious")
     out.mkdir()
     (out / ".lock").symlink_to(precious)
@@ -521,7 +525,7 @@ def test_a_lock_through_a_link_empties_nothing(tmp_path):
 
 @pytest.mark.parametrize("name", ["part-abc.jsonl", "part-000000.parquet", "part-1.jsonl", "part-000000.jsonl.bak"])
 def test_a_file_that_is_no_part_is_one_error(engine, tmp_path, name):
-    source, out, options = Source(write(tmp_path / "in.jsonl", some_rows(2))), tmp_path / "out", RowOptions()
+    source, out, options = RowSource(write(tmp_path / "in.jsonl", some_rows(2))), tmp_path / "out", RowOptions()
     answer_all(source, folder_of(source, out, options), Answerer(engine, options), run={})
     (out / name).write_text("{}")
     message = rf"{re.escape(name)} is not a file of this batch \(expected names like part-000000\.jsonl\): move it away"
@@ -530,7 +534,7 @@ def test_a_file_that_is_no_part_is_one_error(engine, tmp_path, name):
 
 
 def test_what_a_run_left_that_was_killed_early_is_no_other_batch(tmp_path):
-    source, out = Source(write(tmp_path / "in.jsonl", some_rows(1))), tmp_path / "out"
+    source, out = RowSource(write(tmp_path / "in.jsonl", some_rows(1))), tmp_path / "out"
     out.mkdir()
     left = [out / f".part-000000.jsonl.{'0' * 32}", out / f"._manifest.json.{'0' * 32}"]
     for path in left:
@@ -541,7 +545,7 @@ def test_what_a_run_left_that_was_killed_early_is_no_other_batch(tmp_path):
 
 @pytest.mark.parametrize("manifest", ['{"settings": {}}', "[" * 100_000, '{"settings": 1, "runs": []}'])
 def test_a_damaged_manifest_is_one_error(tmp_path, manifest):
-    source, out = Source(write(tmp_path / "in.jsonl", some_rows(1))), tmp_path / "out"
+    source, out = RowSource(write(tmp_path / "in.jsonl", some_rows(1))), tmp_path / "out"
     out.mkdir()
     (out / "_manifest.json").write_text(manifest)
     with pytest.raises(UserError, match=r"cannot read .*_manifest\.json"):
@@ -593,7 +597,7 @@ def test_an_input_that_changes_after_its_digest_is_refused(how, form, tmp_path):
     else:
         pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         parquet.write_table(pa.Table.from_pylist(rows), path, compression="none", use_dictionary=False)
-    source = Source(path)
+    source = RowSource(path)
     assert len(list(source.rows())) == 3
     CHANGES[how](path)
     with pytest.raises(UserError, match="has changed since the run began"):
@@ -603,7 +607,7 @@ def test_an_input_that_changes_after_its_digest_is_refused(how, form, tmp_path):
 @pytest.mark.parametrize("how", ["in place", "longer", "shorter", "in place, with its old time"])
 def test_an_input_that_changes_while_it_is_read_is_refused(how, tmp_path):
     path = write(tmp_path / "in.jsonl", [{"id": number, "prompt": "the little dog"} for number in range(5)])
-    rows = Source(path).rows()
+    rows = RowSource(path).rows()
     next(rows)
     CHANGES[how](path)
     with pytest.raises(UserError, match="has changed since the run began"):
@@ -612,7 +616,7 @@ def test_an_input_that_changes_while_it_is_read_is_refused(how, tmp_path):
 
 def test_an_input_that_is_replaced_or_touched_while_it_is_read_is_read_as_it_was(tmp_path):
     path = write(tmp_path / "in.jsonl", [{"id": number, "prompt": "the little dog"} for number in range(5)])
-    rows = Source(path).rows()
+    rows = RowSource(path).rows()
     next(rows)
     os.utime(path, (1, 1))
     next(rows)

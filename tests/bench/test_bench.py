@@ -17,7 +17,7 @@ from draftproof.bench.estimate import Estimate, bootstrap, geometric_mean, t_qua
 from draftproof.bench.measures import answer_flops, pass_flops, shape_of
 from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import Question, read_questions
-from draftproof.bench.record import FILE, Answer, Log, Record, by_cell, read_records
+from draftproof.bench.record import FILE, Generation, Log, Record, by_cell, read_records
 from draftproof.bench.report import COUNT_HEADS, FIGURES, REPORT, by_setting, count_table, markdown, write_report
 from draftproof.bench.run import question_seed, run, turns
 from draftproof.bench.summary import summaries, summarize
@@ -324,7 +324,7 @@ def test_a_drafter_that_learns_begins_without_memory(tmp_path, cache, questions)
 def record(question, *, tokens, calls, drafted=0, seconds=1.0, repeat=0, cell=None, places=(), reached=(), seed=1):
     """A record with given counts."""
     cell = cell or Cell(**PAIR, drafter="model", stopper="fixed:2", verifier="token")
-    answer = Answer(
+    answer = Generation(
         token_ids=tuple(range(tokens)),
         text="",
         finish_reason="length",

@@ -6,13 +6,13 @@ from draftproof import Engine, SamplingParams
 from draftproof.audit.compositions import PROMPT, toy_engine
 from draftproof.bench.estimate import geometric_mean
 from draftproof.cli import _compare
-from draftproof.cli._compare import Comparison, Timing, compare, comparison
+from draftproof.cli._compare import Comparison, TimedRun, compare, comparison
 from draftproof.rng import CounterRoundRng
 
 
 def made_up(*ratios, drafted=5, identical=None, dtype="float32"):
     """A comparison whose pairs have these speed-ups over 100 tokens a second."""
-    pairs = [(Timing(100.0 * ratio, drafted), Timing(100.0, 0)) for ratio in ratios]
+    pairs = [(TimedRun(100.0 * ratio, drafted), TimedRun(100.0, 0)) for ratio in ratios]
     return Comparison(pairs, 2.5, identical, dtype)
 
 

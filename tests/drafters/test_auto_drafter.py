@@ -8,7 +8,7 @@ import torch
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.draft import Draft
 from draftproof.drafters import auto as auto_module
-from draftproof.drafters.auto import AutoDrafter, Source
+from draftproof.drafters.auto import AutoDrafter, CandidateDrafter
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
@@ -18,7 +18,7 @@ from draftproof.engine.registry import DRAFTERS, make_drafter, make_verifier
 from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, SplitRoundRng
 from draftproof.stoppers.auto import Auto
 from draftproof.stoppers.base import RoundTime
-from draftproof.stoppers.costs import LearnedCosts, PassCosts
+from draftproof.stoppers.costs import DraftCosts, LearnedCosts
 from draftproof.testing import TableModel, engine_distribution, target_distribution, total_variation
 from draftproof.theory.cost import RoundCosts
 from draftproof.tree import TokenTree
@@ -156,7 +156,7 @@ def test_the_distribution_while_costs_are_learned_from_a_clock_that_lies(monkeyp
     lengths = set()
 
     def make(round_rng):
-        passes = PassCosts()
+        passes = DraftCosts()
         sources = [source(seed, LearnedCosts(RoundCosts(1.0, 0.1, begin=0.05), passes)) for seed in (2, 3)]
         drafter = AutoDrafter(sources, SuffixDrafter(3, threshold=0.0, shared=False), passes)
         drafter.spent = ClockByText(drafter)
@@ -199,22 +199,22 @@ def play(drafter, tokens, rounds, accept):
 def test_the_source_whose_drafts_are_accepted_is_taken():
     for good in ("table 2", "table 3"):
         sources = [source(seed, RoundCosts(1.0, 0.1), 8, rates=(0.7, 0.7)) for seed in (2, 3)]
-        chosen = play(AutoDrafter(sources, None, PassCosts()), [0, 1, 2], 100, lambda name, n, g=good: n * (name == g))
+        chosen = play(AutoDrafter(sources, None, DraftCosts()), [0, 1, 2], 100, lambda name, n, g=good: n * (name == g))
         assert chosen[-50:].count(good) >= 48
 
 
 def test_repeated_passages_are_looked_up_and_others_drafted():
     passage = torch.randint(0, 3, (200,), generator=torch.Generator().manual_seed(0)).tolist()
-    drafter = AutoDrafter([source(2, RoundCosts(1.0, 0.3), 8)], SuffixDrafter(16, shared=False), PassCosts())
+    drafter = AutoDrafter([source(2, RoundCosts(1.0, 0.3), 8)], SuffixDrafter(16, shared=False), DraftCosts())
     request = [*passage, *passage[:20]]
     chosen = play(drafter, request, 1, lambda _, n: n)
     assert chosen == ["lookup"]
-    drafter = AutoDrafter([source(2, RoundCosts(1.0, 0.1), 8, rates=(0.9, 0.9))], None, PassCosts())
+    drafter = AutoDrafter([source(2, RoundCosts(1.0, 0.1), 8, rates=(0.9, 0.9))], None, DraftCosts())
     assert play(drafter, [*passage, *passage[:20]], 1, lambda _, n: n) == ["table 2"]
 
 
 def test_lookups_that_fail_are_given_up_and_tried_again():
-    drafter = AutoDrafter([], SuffixDrafter(16, threshold=0.0, shared=False), PassCosts())
+    drafter = AutoDrafter([], SuffixDrafter(16, threshold=0.0, shared=False), DraftCosts())
     chosen = play(drafter, [0, 1, 2] * 20, 300, lambda *_: 0)
     assert 1 <= chosen[50:].count("lookup") <= 10
     assert chosen[:3].count("lookup") >= 1
@@ -232,7 +232,7 @@ def test_extensions_of_chains_are_made_as_long_as_they_are_accepted(accepted):
             return [Draft(TokenTree.chain(torch.tensor(ids)), torch.full((2, 40), 1 / 40))]
 
     short = source(2, RoundCosts(1.0, 0.05), 2, drafter=Following, rates=(0.95, 0.95))
-    drafter = AutoDrafter([short], SuffixDrafter(16, shared=False), PassCosts(0.05))
+    drafter = AutoDrafter([short], SuffixDrafter(16, shared=False), DraftCosts(0.05))
     drafter._with_lookup = lambda best, *_: best
     transforms = SamplingParams().bind(vocab_size=40, eos_token_ids=(), prompt_ids=tokens)
     sizes = []
@@ -252,7 +252,7 @@ def test_extensions_of_chains_are_made_as_long_as_they_are_accepted(accepted):
 @pytest.mark.parametrize(("token", "looked"), [(0.5, True), (1.5, False)])
 def test_one_request_of_eight_is_looked_up_where_its_tokens_pay(token, looked):
     """Its draft costs what it reads, an eighth of what drafts of all eight would cost."""
-    drafter = AutoDrafter([], SuffixDrafter(16, threshold=0.0, shared=False), PassCosts(token))
+    drafter = AutoDrafter([], SuffixDrafter(16, threshold=0.0, shared=False), DraftCosts(token))
     target, requests = TableModel(40, 0), []
     for number in range(8):
         tokens = [0, 1, 2, 3, 4] * 5 if number == 0 else [8 + number, 20 + number, 30 + number]
@@ -285,7 +285,7 @@ def rounds_of_a_batch(drafter, texts, rounds, accept):
 
 @pytest.mark.parametrize(("size", "every"), [(1, 1), (8, 1), (9, 2), (16, 2), (32, 4)])
 def test_many_requests_do_not_choose_in_every_plain_round(size, every, monkeypatch):
-    drafter = AutoDrafter([], SuffixDrafter(16, threshold=0.0, shared=False), PassCosts(2.0))
+    drafter = AutoDrafter([], SuffixDrafter(16, threshold=0.0, shared=False), DraftCosts(2.0))
     texts = [[n % 40, (7 * n + 1) % 40, (11 * n + 3) % 40] for n in range(size)]
     choices, made = [], []
     chosen = drafter._chosen
@@ -297,7 +297,7 @@ def test_many_requests_do_not_choose_in_every_plain_round(size, every, monkeypat
 
 
 def test_after_a_round_with_drafts_many_requests_choose_again(monkeypatch):
-    passes = PassCosts()
+    passes = DraftCosts()
     passes.restore({"16": [1.0, 0.1]})
     drafter = AutoDrafter([], SuffixDrafter(4, threshold=0.0, shared=False), passes)
     texts = [[0, 1, 2, 3, 4] * 5, *([8 + n, 20 + n % 20, 30 + n % 10] for n in range(15))]
@@ -313,7 +313,7 @@ def test_after_a_round_with_drafts_many_requests_choose_again(monkeypatch):
 
 
 def test_each_request_is_looked_up_as_far_as_its_tokens_pay():
-    passes = PassCosts()
+    passes = DraftCosts()
     passes.restore({"8": [1.0, 0.5]})
     texts = [[0, 1, 2, 3, 4] * 5, [5, 6, 5, 6, 7, 5], *([8 + n, 20 + n, 30 + n] for n in range(6))]
     drafter = AutoDrafter([], SuffixDrafter(16, threshold=0.0, shared=False), passes)
@@ -323,7 +323,7 @@ def test_each_request_is_looked_up_as_far_as_its_tokens_pay():
 
 
 def test_lookups_that_fail_in_a_batch_are_tried_for_all_requests_together():
-    passes = PassCosts()
+    passes = DraftCosts()
     passes.restore({"8": [1.0, 0.7]})
     drafter = AutoDrafter([], SuffixDrafter(16, threshold=0.0, shared=False), passes)
     made = rounds_of_a_batch(drafter, [[0, 1, 2, 3, 4] * 5 for _ in range(8)], 1200, lambda _: 0)
@@ -335,7 +335,7 @@ def test_lookups_that_fail_in_a_batch_are_tried_for_all_requests_together():
 def test_the_cost_of_lookups_is_learned(monkeypatch, sources):
     """Where a verified token costs as much as a pass, passages are not looked up any more."""
     monkeypatch.setattr(LearnedCosts, "learn", LEARN)
-    passes = PassCosts()
+    passes = DraftCosts()
     made = [source(2, LearnedCosts(RoundCosts(1.0, 9.0), passes), 8) for _ in range(sources)]
     drafter = AutoDrafter(made, SuffixDrafter(16, threshold=0.0, shared=False), passes)
     spent, looked = drafter.spent, []
@@ -362,7 +362,7 @@ def built_in_steps(steps):
             yield None
         yield ModelDrafter(DraftModel(TableModel(3, 2, order=2), vocab_size=3), stopper)
 
-    return AutoDrafter([Source("slow", stopper, building())], None, PassCosts())
+    return AutoDrafter([CandidateDrafter("slow", stopper, building())], None, DraftCosts())
 
 
 def test_sources_are_built_in_steps_and_only_when_they_are_needed():
@@ -394,11 +394,11 @@ def test_decoding_goes_on_without_a_source_that_cannot_be_made(caplog):
         yield None
         raise RuntimeError("no memory left")
 
-    drafter = AutoDrafter([Source("large", Auto(RoundCosts(1.0, 0.1), 2), failing())], None, PassCosts())
+    drafter = AutoDrafter([CandidateDrafter("large", Auto(RoundCosts(1.0, 0.1), 2), failing())], None, DraftCosts())
     (out,) = Engine(TableModel(3, 1), drafter).generate([[0, 1]], SamplingParams(max_tokens=20, seed=1))
     assert (len(out.token_ids), out.stats.num_draft_tokens) == (20, 0)
     assert caplog.text.count("drafter large cannot be made (no memory left)") == 1
-    drafter = AutoDrafter([Source("large", Auto(RoundCosts(1.0, 0.1), 2), failing())], None, PassCosts())
+    drafter = AutoDrafter([CandidateDrafter("large", Auto(RoundCosts(1.0, 0.1), 2), failing())], None, DraftCosts())
     assert Engine(TableModel(3, 1), drafter).prepare()
 
 

@@ -24,7 +24,7 @@ from draftproof.draft import Draft, Verdict
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
-from draftproof.drafters.suffix import SuffixDrafter, _Node
+from draftproof.drafters.suffix import SuffixDrafter, _ContextNode
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.engine.request import Request
 from draftproof.finish import Cutter
@@ -398,7 +398,7 @@ def test_the_memory_of_finished_requests_keeps_to_its_capacity():
         made.generate([[start, 1, place] for place in range(4)], SamplingParams(max_tokens=9))
         memory = made.drafter._memory
         assert memory.size == sum(len(tokens) for _, tokens in memory.finished) <= capacity
-        nodes = sum(isinstance(item, _Node) for _, item in walk(memory))
+        nodes = sum(isinstance(item, _ContextNode) for _, item in walk(memory))
         assert nodes <= 2 * capacity, "a token adds at most two"
 
 

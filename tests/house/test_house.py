@@ -5,6 +5,7 @@ import functools
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import draftproof
@@ -157,6 +158,26 @@ def test_a_statement_assigns_one_attribute(name):
     """A search for `self.name =` finds each assignment, and a change of one is a change of one line."""
     together = list(assigned_together(MODULES[name]))
     assert not together, f"{name} assigns several attributes at once in lines {together}"
+
+
+def class_names(paths):
+    return [
+        node.name
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    ]
+
+
+def test_names_of_classes_are_unique(tmp_path):
+    """So that a search for a name, and an editor's "go to definition", has one answer."""
+    assert repeated(class_names(MODULES.values())) == []
+    (tmp_path / "twice.py").write_text("class Plan:\n    pass\n")
+    assert repeated(class_names([tmp_path / "twice.py", MODULES["draftproof.engine.scheduler"]])) == ["Plan"]
+
+
+def repeated(names):
+    return sorted(name for name, times in Counter(names).items() if times > 1)
 
 
 def test_files_on_the_architecture_page_exist():

@@ -20,7 +20,7 @@ from draftproof.batch.answering import Answerer
 from draftproof.batch.folder import AnswerFolder
 from draftproof.batch.rows import RowOptions, columns
 from draftproof.batch.run import answer_all, settings_of
-from draftproof.batch.source import Source
+from draftproof.batch.source import RowSource
 
 ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
@@ -54,7 +54,7 @@ def some_rows(count):
 def source_of(folder, count):
     path = folder / "in.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in some_rows(count)), encoding="utf-8")
-    return Source(path)
+    return RowSource(path)
 
 
 def folder_of(source, out):

@@ -139,10 +139,10 @@ def test_a_request_that_ends_replicas_is_not_passed_round(ends, more, status, as
     import asyncio
 
     from draftproof.integrations.ray.service import Front
-    from draftproof.server.auth import Keys
+    from draftproof.server.auth import ApiKeys
 
     async def post(key):
-        app = Front(handle, Settings(), Keys(["a-key-of-some-length"]), 8).__serve_build_asgi_app__()
+        app = Front(handle, Settings(), ApiKeys(["a-key-of-some-length"]), 8).__serve_build_asgi_app__()
         headers = {"Authorization": f"Bearer {key}"}
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
             return await client.post("/v1/completions", json={"prompt": "a", **more}, headers=headers)

@@ -427,14 +427,14 @@ def test_the_model_stays_whole(tmp_path):
 
 def test_engines_are_kept_until_the_weights_change(monkeypatch):
     model, made, keeping = model_of(), [], []
-    original = held.Composition.engine
+    original = held.EngineConfig.engine
 
     def engine(*args, **options):
         made.append(original(*args, **options))
         keeping.append(made[-1].target.keeps)
         return made[-1]
 
-    monkeypatch.setattr(held.Composition, "engine", engine)
+    monkeypatch.setattr(held.EngineConfig, "engine", engine)
     for _ in range(2):
         both(model, speculative(drafter="ngram:4"))
     assert len(made) == 1, "equal arguments share an engine"

@@ -15,7 +15,7 @@ import torch
 from draftproof import UserError
 from draftproof.integrations import vllm as plugin
 from draftproof.integrations.vllm import rules, runner, seams
-from draftproof.integrations.vllm.options import Options
+from draftproof.integrations.vllm.options import PluginOptions
 from draftproof.integrations.vllm.proposer import Proposer
 from draftproof.integrations.vllm.rules import GeneratorRng, matched_rows, verify_rows
 from draftproof.rng import NoiseRng, Purpose, fold
@@ -257,13 +257,13 @@ def config(section=None, method="standard", tokens=4, **speculative):
 
 
 def test_options_are_read():
-    assert Options.of(config()) == Options()
-    assert Options.of(config(method="block")).rule == "block"
-    assert Options.of(config({"rule": "gumbel"})).rule == "gumbel"
-    assert Options.of(config({"rule": "block"}, method="block")).rule == "block"
-    assert Options.of(config({"stopper": "schedule:3", "shared": False})).stopper == "schedule:3"
+    assert PluginOptions.of(config()) == PluginOptions()
+    assert PluginOptions.of(config(method="block")).rule == "block"
+    assert PluginOptions.of(config({"rule": "gumbel"})).rule == "gumbel"
+    assert PluginOptions.of(config({"rule": "block"}, method="block")).rule == "block"
+    assert PluginOptions.of(config({"stopper": "schedule:3", "shared": False})).stopper == "schedule:3"
     plain = SimpleNamespace(additional_config={"draftproof": {"rule": "gumbel"}}, speculative_config=None)
-    assert Options.of(plain).rule == "gumbel"
+    assert PluginOptions.of(plain).rule == "gumbel"
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_options_are_read():
 )
 def test_wrong_options_are_refused(section, method, message):
     with pytest.raises(UserError, match=message):
-        Options.of(config(section, method))
+        PluginOptions.of(config(section, method))
 
 
 def test_without_vllm_the_log_says_so(monkeypatch, caplog):

@@ -25,7 +25,7 @@ from draftproof.backends.lean.attention import NativeAttention
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.lean.native_layers import NativeLayers
 from draftproof.backends.lean.traits import ACTIVATIONS
-from draftproof.backends.products.packed_linear import Product, packs
+from draftproof.backends.products.packed_linear import PackedLinear, packs
 from draftproof.functional import chain
 from draftproof.native import build as library
 from draftproof.native import dispatch
@@ -1144,7 +1144,7 @@ def kept(fresh, built, tmp_path):
 
 
 def layout(dtype=torch.float32):
-    return Product(torch.zeros(32, 32, dtype=dtype)).layout
+    return PackedLinear(torch.zeros(32, 32, dtype=dtype)).layout
 
 
 def forget():
@@ -1253,7 +1253,7 @@ def test_where_nothing_can_be_kept_it_is_built_elsewhere_and_nothing_is_left(fre
     assert not list((tmp_path / "passing").iterdir())
     x = drawn(1, 60, 576, dtype=torch.float32)
     assert close(
-        Product(drawn(2, 400, 576, dtype=torch.float32))(x),
+        PackedLinear(drawn(2, 400, 576, dtype=torch.float32))(x),
         x.double() @ drawn(2, 400, 576, dtype=torch.float32).double().T,
         1e-3,
     )

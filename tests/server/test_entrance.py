@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
 
-from draftproof.server.auth import Keys
-from draftproof.server.entrance import Asked, Entrance, Lost, answered
+from draftproof.server.auth import ApiKeys
+from draftproof.server.entrance import Entrance, IncomingRequest, Lost, answered
 
 KEY = "a key of this test"
 ALLOWED = {"Authorization": f"Bearer {KEY}"}
@@ -150,7 +150,7 @@ def test_pages_need_a_key_as_on_the_server(path):
 
 
 def test_keys_travel_as_digests():
-    keys = pickle.loads(pickle.dumps(Keys([KEY])))  # noqa: S301 - made here
+    keys = pickle.loads(pickle.dumps(ApiKeys([KEY])))  # noqa: S301 - made here
     assert KEY.encode() not in pickle.dumps(keys)
     servers = Servers()
     assert post(entrance(servers, keys), {"prompt": "a"}, headers=ALLOWED).text == "fine"
@@ -246,7 +246,7 @@ def test_an_application_is_only_a_little_ahead_of_its_reader():
         await anyio.sleep(60)
 
     async def read():
-        messages = answered(app, Asked("", scope(), b"asked"), [(b"x-replica", b"r")])
+        messages = answered(app, IncomingRequest("", scope(), b"asked"), [(b"x-replica", b"r")])
         first = await anext(messages)
         await asyncio.sleep(1.0)
         await messages.aclose()
@@ -272,7 +272,7 @@ def test_a_reader_that_leaves_ends_the_application_and_its_errors_are_raised():
         raise ZeroDivisionError
 
     async def read(app):
-        messages = answered(app, Asked("", scope(), b""), [])
+        messages = answered(app, IncomingRequest("", scope(), b""), [])
         try:
             await anext(messages)
         finally:

@@ -21,7 +21,7 @@ from draftproof.errors import RequestError
 from draftproof.server import schemas
 from draftproof.server.api.completions import CompletionForm
 from draftproof.server.app import Stream
-from draftproof.server.auth import OPEN, Keys, read_keys
+from draftproof.server.auth import OPEN, ApiKeys, read_keys
 from draftproof.server.run import bind
 from draftproof.server.settings import Settings, served_name
 from support.raw_http import KEY, OTHER, Slow, address, connected, descriptors, raw, serve
@@ -401,7 +401,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
     monkeypatch.setattr(
         "draftproof.server.auth.hmac.compare_digest", lambda a, b: compared.append((a, b)) or compare(a, b)
     )
-    assert Keys([KEY, OTHER]).owner(f"Bearer {KEY}")
+    assert ApiKeys([KEY, OTHER]).owner(f"Bearer {KEY}")
     assert len(compared) == 2, "every key is compared, also after the one that fits"
     assert {len(each) for pair in compared for each in pair} == {32}
 

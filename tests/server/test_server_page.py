@@ -1,17 +1,13 @@
 """The page of the server, in a real browser without a window where one is installed."""
 
-import asyncio
 import json
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import httpx
 import pytest
-from fastapi.responses import HTMLResponse, Response
 
-import draftproof.server
 from draftproof import Engine, SamplingParams
 from support.browser import BROWSER, PAGE, SET, driven
 from support.serving import running, small_engine

@@ -18,9 +18,9 @@ from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.registry import make_stopper
 from draftproof.rng import CounterRoundRng
-from draftproof.stoppers.auto import PAUSES, PROBE, PROBE_SHARE, Auto, Plan
+from draftproof.stoppers.auto import PAUSES, PROBE, PROBE_SHARE, Auto, DraftPlan
 from draftproof.stoppers.base import AcceptanceRates, RoundTime
-from draftproof.stoppers.costs import DEBT, LOSS, REGAIN, Allowance, LearnedCosts, PassCosts
+from draftproof.stoppers.costs import DEBT, LOSS, REGAIN, Allowance, DraftCosts, LearnedCosts
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.stoppers.rates import SharedRates
 from draftproof.testing import TableModel
@@ -470,12 +470,12 @@ def world_costs(rows, draft, token):
 
 def test_many_short_drafts_leave_the_long_ones():
     """Where lookups draft for one request of eight, their figures must not be all that is known of long drafts."""
-    passes = PassCosts()
+    passes = DraftCosts()
     for nodes in (4, 4, 4, *[0.5] * 100):
         passes.learn(RoundTime(0.0, 1.0, 8, 0, 0))
         passes.learn(RoundTime(0.1, 1.0 + 0.8 * nodes + 0.05 * (nodes < 1), 8, 4, nodes))
     assert passes.rest(8, 4) == pytest.approx(4.2, rel=0.05)
-    near = PassCosts()
+    near = DraftCosts()
     for _ in range(4):
         near.learn(RoundTime(0.0, 1.0, 8, 0, 0))
         near.learn(RoundTime(0.1, 1.4, 8, 4, 0.5))
@@ -484,12 +484,12 @@ def test_many_short_drafts_leave_the_long_ones():
 
 def test_costs_of_other_numbers_of_requests_follow_from_those_that_are_known():
     for known, token in ((4, 0.4), (8, 1.5), (1, 0.0)):
-        passes = PassCosts()
+        passes = DraftCosts()
         passes.restore({str(known): [1.0, token]})
         tokens = [passes.line(rows).fitted[1] for rows in (1, 2, 4, 8, 16)]
         assert tokens == sorted(tokens)
         assert max(tokens) <= max(token, 1.0)
-    passes = PassCosts()
+    passes = DraftCosts()
     passes.restore({"1": [1.0, 1 / 9]})  # a pass for r tokens takes 8 + r
     assert passes.rest(8, 1) == pytest.approx(24 / 16)
 
@@ -538,7 +538,7 @@ def test_the_time_of_several_drafts_is_not_taken_for_that_of_one():
     stopper = Auto()
     for released in (False, True) * 3:
         stopper.begin([0], 4)
-        stopper.plan = Plan(4, 4)
+        stopper.plan = DraftPlan(4, 4)
         assert (stopper.length(0), stopper.drafts(0, 4)) == (4, 4)
         stopper.observe(0, 4, 4)
         if released:
@@ -696,7 +696,7 @@ def test_the_engine_counts_the_mean_of_the_drafted_tokens():
 
 def test_a_belief_that_every_round_contradicts_is_looked_at_soon():
     """Plain rounds become rare while costs are as expected, and come at once when verifying costs much more."""
-    passes = PassCosts()
+    passes = DraftCosts()
 
     def rounds(number, token):
         made = []

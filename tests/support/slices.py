@@ -1,7 +1,7 @@
 """A pytest plugin: `--slice 2/5` runs one of five parts of the tests that were selected.
 
 A test's part depends on its name alone. So five runs with the slices 0/5 to 4/5 run every test, also where tests were
-added between them. CI takes turns by the number of commits (`.ci/run`).
+added between them. CI takes turns by the time (`.ci/run`).
 """
 
 import re

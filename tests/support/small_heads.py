@@ -8,7 +8,7 @@ from draftproof.backends.heads.feature_net import FeatureConfig
 from draftproof.training.eagle3_net import Eagle3Module, save_eagle3
 from draftproof.training.feature_head import make_feature_head
 from draftproof.training.feature_options import FeatureJob
-from draftproof.training.feature_rows import Store
+from draftproof.training.feature_rows import FeatureStore
 from draftproof.training.loop import TrainingPlan
 
 WORDS = ["The little dog saw a big red ball.", "It ran and ran to get it.", "Then it was sad, and mom said: go home!"]
@@ -59,7 +59,7 @@ def job(tmp_path, texts, name, **options):
 def whole_and_interrupted(whole, cut, monkeypatch, at):
     """The weights of a training job, and of a like one that was interrupted at a batch, and continued."""
     make_feature_head(whole)
-    calls, kept = [], Store.batch
+    calls, kept = [], FeatureStore.batch
 
     def dying(self, step, size, seed):
         calls.append(step)
@@ -67,7 +67,7 @@ def whole_and_interrupted(whole, cut, monkeypatch, at):
             raise KeyboardInterrupt
         return kept(self, step, size, seed)
 
-    monkeypatch.setattr(Store, "batch", dying)
+    monkeypatch.setattr(FeatureStore, "batch", dying)
     with pytest.raises(KeyboardInterrupt):
         make_feature_head(cut)
     make_feature_head(cut)

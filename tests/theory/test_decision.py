@@ -74,7 +74,7 @@ def _played(problem, policy):
     @functools.cache
     def run(prefix, left):
         total = [0.0, 0.0, 0.0]
-        root = decision.State(prefix[max(len(prefix) - problem.order, 0) :], (), left)
+        root = decision.RoundState(prefix[max(len(prefix) - problem.order, 0) :], (), left)
         for candidates, weight in _drafts(problem, policy, prefix, (), root) if left else ():
             for accepted, token, chance in _outcomes(problem, prefix, candidates):
                 later = run((*prefix, *candidates[:accepted], token), left - accepted - 1)
@@ -160,7 +160,7 @@ def test_thresholds_at_their_ends():
     costs = [decision.fixed_cost(problem, n) for n in range(5)]
     assert decision.Values(problem, decision.acceptance_threshold(1.0)).cost == costs[4]
     assert decision.Values(problem, decision.acceptance_threshold(-1.0)).cost == costs[1]
-    root = decision.State((), (), 7)
+    root = decision.RoundState((), (), 7)
     assert not decision.acceptance_threshold(0.0)(root), "there is no prediction for the first token"
 
 

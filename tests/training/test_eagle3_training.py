@@ -17,7 +17,7 @@ from draftproof.models import resolve
 from draftproof.training.eagle3_net import PEagleModule, default_layers
 from draftproof.training.feature_head import make_feature_head
 from draftproof.training.feature_loss import Frame, feature_loss, steps
-from draftproof.training.feature_rows import Row, Store
+from draftproof.training.feature_rows import FeatureStore, TrainingRow
 from support.helpers import CONFIGS, random_model
 from support.small_heads import job, random_net, whole_and_interrupted, write, write_texts
 
@@ -29,10 +29,10 @@ def test_step_k_computes_the_row_of_the_kth_drafted_token(tmp_path, own_output):
     """The unrolled pass of training at every position equals a draft of the written head from there."""
     target = HFBackend(random_model(CONFIGS["llama"]()), name="llama")
     net = random_net((0, 1, 2), own_output=own_output)
-    rows = [Row(tuple((7 * i + j * j) % 97 for j in range(12))) for i in range(2)]
+    rows = [TrainingRow(tuple((7 * i + j * j) % 97 for j in range(12))) for i in range(2)]
     with pytest.raises(IndexError):
-        Store(target, [rows], length=12, cache=tmp_path, key="k", layers=[9]).shard(0)
-    shard = Store(target, [rows], length=12, cache=tmp_path, key="k", layers=[0, 1]).shard(0)
+        FeatureStore(target, [rows], length=12, cache=tmp_path, key="k", layers=[9]).shard(0)
+    shard = FeatureStore(target, [rows], length=12, cache=tmp_path, key="k", layers=[0, 1]).shard(0)
     net = random_net((0, 1), own_output=own_output)
     frame = Frame(target.model.get_input_embeddings(), target.output_rows(net.ids).clone(), autocast=False)
     weight = frame.output if net.output is None else net.output.weight
@@ -52,8 +52,8 @@ def test_step_k_computes_the_row_of_the_kth_drafted_token(tmp_path, own_output):
 def test_step_k_computes_the_row_of_the_kth_masked_place(tmp_path, places):
     """The places of the loss at every position equal those of the written head after the known tokens."""
     target = HFBackend(random_model(CONFIGS["llama"]()), name="llama")
-    rows = [Row(tuple((7 * i + j * j) % 97 for j in range(12))) for i in range(2)]
-    shard = Store(target, [rows], length=12, cache=tmp_path, key="k", layers=[0, 1]).shard(0)
+    rows = [TrainingRow(tuple((7 * i + j * j) % 97 for j in range(12))) for i in range(2)]
+    shard = FeatureStore(target, [rows], length=12, cache=tmp_path, key="k", layers=[0, 1]).shard(0)
     net = random_net((0, 1), make=PEagleModule, mask_token=5, places=places)
     frame = Frame(target.model.get_input_embeddings(), target.output_rows(net.ids).clone(), autocast=False)
     trained = [net.predicted(out[0]) @ frame.output.T for out, _ in steps(net, shard, frame, places)]
@@ -76,8 +76,8 @@ def test_step_k_computes_the_row_of_the_kth_masked_place(tmp_path, places):
 def test_the_mask_is_learnt(tmp_path):
     """Every place has a gradient for the vector in place of the states, but the first one."""
     target = HFBackend(random_model(CONFIGS["llama"]()), name="llama")
-    rows = [Row(tuple((7 * i + j * j) % 97 for j in range(12))) for i in range(2)]
-    shard = Store(target, [rows], length=12, cache=tmp_path, key="k", layers=[0, 1]).shard(0)
+    rows = [TrainingRow(tuple((7 * i + j * j) % 97 for j in range(12))) for i in range(2)]
+    shard = FeatureStore(target, [rows], length=12, cache=tmp_path, key="k", layers=[0, 1]).shard(0)
     net = random_net((0, 1), make=PEagleModule, mask_token=5, places=3).requires_grad_()
     for unroll, learnt in ((1, False), (3, True)):
         frame = Frame(target.model.get_input_embeddings(), target.output_rows(net.ids).clone(), unroll, autocast=False)

@@ -17,7 +17,7 @@ from draftproof.provenance import command
 from draftproof.training.feature_head import make_feature_head
 from draftproof.training.feature_loss import Frame, acceptance, output_loss, steps, target_rows
 from draftproof.training.feature_options import FeatureJob
-from draftproof.training.feature_rows import Row, Store, frequent, spread, windows
+from draftproof.training.feature_rows import FeatureStore, TrainingRow, frequent, spread, windows
 from draftproof.training.loop import TrainingPlan
 from support.feature_heads import drafted
 from support.helpers import CONFIGS, random_model, tokenizer
@@ -45,10 +45,10 @@ def frame_for(target, net, **options):
 
 
 def store_for(target, rows, tmp_path, length=12):
-    return Store(target, [rows], length=length, cache=tmp_path, key="k")
+    return FeatureStore(target, [rows], length=length, cache=tmp_path, key="k")
 
 
-ROWS = [Row(tuple((7 * i + j * j) % 97 for j in range(12)), start=i % 3) for i in range(40)]
+ROWS = [TrainingRow(tuple((7 * i + j * j) % 97 for j in range(12)), start=i % 3) for i in range(40)]
 
 
 @pytest.mark.parametrize("window", [4, 64])
@@ -127,12 +127,12 @@ def test_windows_have_the_full_length_and_ids_are_the_frequent_ones():
     assert len(rows) == 6
     assert {len(row.tokens) for row in rows} == {16}
     assert windows(WORDS * 40, tokenizer(), length=16, most=9, seed=1)[:6] == rows, "more windows begin with the same"
-    assert frequent([[Row((7, 5, 5, 9, 9, 9))]], 3, 12, always=[2]) == [2, 5, 9]
-    assert frequent([[Row((0, 5))], []], 4, 12) == [0, 1, 2, 5]
+    assert frequent([[TrainingRow((7, 5, 5, 9, 9, 9))]], 3, 12, always=[2]) == [2, 5, 9]
+    assert frequent([[TrainingRow((0, 5))], []], 4, 12) == [0, 1, 2, 5]
 
 
 def test_a_small_kind_of_rows_has_the_same_weight():
-    many, few = [Row((0, *[3, 4, 5] * 30))] * 10, [Row((0, 3, 8, 8, 8, 9), start=1)]
+    many, few = [TrainingRow((0, *[3, 4, 5] * 30))] * 10, [TrainingRow((0, 3, 8, 8, 8, 9), start=1)]
     assert frequent([many, few], 3, 12) == [3, 4, 8]
     assert frequent([many], 3, 12) == [3, 4, 5]
     assert spread([["a", "b"], list(range(9))]) == [0, "a", 1, "b", 2, 3, "a", 4, "b", 5, 6, "a", 7, "b", 8]

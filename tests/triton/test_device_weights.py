@@ -16,7 +16,7 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed: pip install 'draftproof[triton]' (Linux only)", allow_module_level=True)
 
-from draftproof.backends.products.packed_linear import Product, RescoredProduct
+from draftproof.backends.products.packed_linear import PackedLinear, RescoredProduct
 from draftproof.native.tensors import MeasuredInputs
 from draftproof.triton import weights
 
@@ -95,7 +95,7 @@ def test_a_kernel_that_is_wrong_or_fails_is_not_used(monkeypatch):
 @interpreted
 def test_an_output_layer_is_computed_again_where_it_matters():
     gen = torch.Generator().manual_seed(0)
-    whole = Product(torch.randn(300, 64, generator=gen), pack=False)
+    whole = PackedLinear(torch.randn(300, 64, generator=gen), pack=False)
     made, x = whole.quantized_output(4), torch.randn(3, 64, generator=gen)
     assert isinstance(made, RescoredProduct)
     best = whole(x).topk(8, -1)

@@ -197,7 +197,7 @@ def all_rules() -> dict[str, Rule]:
     return {rule.name: rule for rule in found}
 
 
-class Audit:
+class RuleAudit:
     """Enumerations of rules on the suite, each made once; rules with a state in the engine, on some of the pairs."""
 
     def __init__(self, pairs: Sequence[ToyPair], in_engine: Collection[str] | None = None) -> None:
@@ -310,13 +310,13 @@ def engine_finding(pair: ToyPair, verifier: Callable[[], Verifier], most: int = 
 
 def audit_rules(names: Sequence[str] = (), *, full: bool = False) -> Iterator[Line]:
     """Audit some rules by name, or all rules with the identities and orderings between them."""
-    audit = Audit(suite(full=full), None if full else IN_ENGINE)
+    audit = RuleAudit(suite(full=full), None if full else IN_ENGINE)
     for name in names:
         refuse_unknown("rule", name, audit.rules)
     return _lines(audit, names)
 
 
-def _lines(audit: Audit, names: Sequence[str]) -> Iterator[Line]:
+def _lines(audit: RuleAudit, names: Sequence[str]) -> Iterator[Line]:
     for name in dict.fromkeys(names or audit.rules):
         yield audit.line(audit.rules[name])
     if not names:

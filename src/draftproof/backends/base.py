@@ -373,6 +373,30 @@ def info(backend: Backend) -> ModelInfo | None:
     return found
 
 
+def kind(backend: Backend) -> str:
+    """Which forward pass it has, by its attribute `kind`; the name of its class where it does not say."""
+    found: str = getattr(backend, "kind", type(backend).__name__)
+    return found
+
+
+def products(backend: Backend) -> str:
+    """How its linear layers are computed, by its attribute `products`; empty where it does not say."""
+    found: str = getattr(backend, "products", "")
+    return found
+
+
+def dtype(backend: Backend) -> torch.dtype | None:
+    """The number format of its weights, by its attribute `dtype`; None where it does not say."""
+    found: torch.dtype | None = getattr(backend, "dtype", None)
+    return found
+
+
+def architectures(backend: Backend) -> Sequence[str]:
+    """Names of its model's classes, by the configuration of its attribute `model`; empty where there is none."""
+    config = getattr(getattr(backend, "model", None), "config", None)
+    return list(getattr(config, "architectures", None) or [])
+
+
 def room(backend: Backend, tokens: Sequence[int], *, vocab_size: int, edits: bool) -> int | None:
     """How many drafted tokens a draft model can read after some; None when unbounded, 0 where it cannot read these.
 

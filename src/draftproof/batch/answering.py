@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 
-from draftproof.batch.rows import Asked, PromptRows, RowForm, RowOptions, Values
+from draftproof.batch.rows import PromptRows, RowForm, RowOptions, RowRequest, Values
 from draftproof.batch.source import Row
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.request import Request
@@ -30,7 +30,7 @@ class _Open:
     """A row that is being answered."""
 
     row: Row
-    asked: Asked
+    asked: RowRequest
     requests: Sequence[Request]
 
     @property

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from draftproof.batch.rows import Asked, RowForm, RowOptions, Values, row_seed
+from draftproof.batch.rows import RowForm, RowOptions, RowRequest, Values, row_seed
 from draftproof.batch.source import Row
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.request import Request
@@ -39,7 +39,7 @@ class OpenAIRows(RowForm):
         self._token_text = TokenText(engine.tokenizer)
 
     @override
-    def ask(self, row: Row) -> Asked:
+    def ask(self, row: Row) -> RowRequest:
         method, url = row.values.get("method"), row.values.get("url")
         if method != "POST":
             raise ApiError(f"method: expected POST, got {str(method)[:20]!r}", param="method")
@@ -63,7 +63,7 @@ class OpenAIRows(RowForm):
             model=self._options.model,
             token_text=self._token_text,
         )
-        return Asked(
+        return RowRequest(
             [list(each) for each in parsed.prompts],
             parsed.params,
             list(parsed.prediction) or None,
@@ -74,7 +74,7 @@ class OpenAIRows(RowForm):
         )
 
     @override
-    def answer(self, row: Row, asked: Asked, requests: Sequence[Request]) -> tuple[list[Values], bool]:
+    def answer(self, row: Row, asked: RowRequest, requests: Sequence[Request]) -> tuple[list[Values], bool]:
         """One row, whose choices are the continuations."""
         error = next((each.error for each in requests if each.error is not None), None)
         if error is not None:

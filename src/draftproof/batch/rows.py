@@ -61,7 +61,7 @@ class RowOptions:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RowRequest:
     """What a row asks of the engine, as `DecodingLoop.add` takes it, and what the form of the rows needs besides."""
 
     prompts: Sequence[Prompt]
@@ -77,10 +77,10 @@ class Asked:
 class RowForm(Protocol):
     """One of the two forms of rows, for one engine."""
 
-    def ask(self, row: Row) -> Asked:
+    def ask(self, row: Row) -> RowRequest:
         """What a row asks; whatever it raises, `refused` says in the row's output."""
 
-    def answer(self, row: Row, asked: Asked, requests: Sequence[Request]) -> tuple[list[Values], bool]:
+    def answer(self, row: Row, asked: RowRequest, requests: Sequence[Request]) -> tuple[list[Values], bool]:
         """The output rows of finished requests, and whether one of them failed."""
 
     def refused(self, row: Row, error: BaseException) -> Values:
@@ -105,7 +105,7 @@ class PromptRows(RowForm):
             raise UserError("the model has no chat template: leave out --chat and --system, or name a --chat-template")
 
     @override
-    def ask(self, row: Row) -> Asked:
+    def ask(self, row: Row) -> RowRequest:
         given = [key for key in PROMPT_KEYS if row.values.get(key) is not None]
         if len(given) != 1:
             raise UserError(
@@ -117,7 +117,7 @@ class PromptRows(RowForm):
         prediction = row.values.get("prediction")
         if prediction is not None and not isinstance(prediction, str):
             raise UserError("the row's prediction: expected a text")
-        return Asked([self._prompt(given[0], row.values[given[0]])], params, prediction)
+        return RowRequest([self._prompt(given[0], row.values[given[0]])], params, prediction)
 
     def _prompt(self, key: str, value: Any) -> Prompt:
         if key == "messages":
@@ -134,7 +134,7 @@ class PromptRows(RowForm):
         raise UserError(f"the row's {key}: expected a text or a list of token ids")
 
     @override
-    def answer(self, row: Row, asked: Asked, requests: Sequence[Request]) -> tuple[list[Values], bool]:
+    def answer(self, row: Row, asked: RowRequest, requests: Sequence[Request]) -> tuple[list[Values], bool]:
         """A row for each continuation."""
         return [self._output(row, each) for each in requests], any(each.error is not None for each in requests)
 

@@ -15,7 +15,7 @@ from draftproof.backends.loading.quantization import quantization_fields
 from draftproof.batch.answering import Result
 from draftproof.batch.folder import AnswerFolder
 from draftproof.batch.rows import RowOptions
-from draftproof.batch.source import Row, Source
+from draftproof.batch.source import Row, RowSource
 from draftproof.errors import UserError
 from draftproof.progress import Watch, silent
 from draftproof.provenance import fingerprint, model_name
@@ -26,7 +26,7 @@ Answers = Callable[[Iterable[Row]], Generator[list[Result], None, None]]
 
 
 @dataclass
-class Summary:
+class RunSummary:
     """What a run did: rows with an output before it, those that it has answered, and of these those with an error."""
 
     rows: int
@@ -53,7 +53,7 @@ class Summary:
         return {**asdict(self), "tokens_per_second": rate, "block_efficiency": calls}
 
 
-def settings_of(source: Source, engine: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
+def settings_of(source: RowSource, engine: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
     """What the answers depend on: the input, the models with their content, and every option that changes an answer."""
     named = {name: engine.get(name) for name in ("target", "draft", "adapter")}
     quantized = engine.get("quantization_config")
@@ -77,8 +77,8 @@ def _content(name: str) -> str | None:
 
 
 def answer_all(
-    source: Source, folder: AnswerFolder, answers: Answers, *, run: Mapping[str, Any], watch: Watch = silent
-) -> Summary:
+    source: RowSource, folder: AnswerFolder, answers: Answers, *, run: Mapping[str, Any], watch: Watch = silent
+) -> RunSummary:
     """Answer every row that has no output yet; `answers` go from rows to their results, in any order, some at a time.
 
     Raises:
@@ -87,7 +87,7 @@ def answer_all(
         SystemExit: after SIGTERM, likewise.
     """
     with _ended_by_sigterm(), folder.open(run):
-        summary = Summary(source.count, len(folder.done))
+        summary = RunSummary(source.count, len(folder.done))
         left = (row for row in source.rows() if str(row.id) not in folder.done)
         start = time.perf_counter()
         try:

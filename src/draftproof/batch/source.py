@@ -31,7 +31,7 @@ class Row:
     values: Mapping[str, Any]
 
 
-class Source:
+class RowSource:
     """The rows of a .jsonl or .parquet file, which may be read several times and is the same each time."""
 
     def __init__(self, path: Path) -> None:

@@ -69,7 +69,7 @@ class BatchComparison:
             raise UserError("drafter none is plain decoding, which is always measured: name another one, such as auto")
 
 
-class Timing(NamedTuple):
+class BatchTiming(NamedTuple):
     """What a turn of one engine gave: seconds and tokens of all answers, and rounds of the target.
 
     `first` is the median of the seconds until the first token, of the requests that were decoded first.
@@ -114,7 +114,7 @@ def compare_batches(options: BatchComparison, *, watch: Watch = silent) -> Resul
 
 def _measured(
     engine: Engine, prompts: Sequence[list[int]], batch: int, temperature: float, limits: Sequence[int]
-) -> Timing:
+) -> BatchTiming:
     engine.max_batch = batch
     start, first = time.perf_counter(), []
     requests = [
@@ -129,7 +129,7 @@ def _measured(
             waited.remove(request)
     seconds = time.perf_counter() - start
     total = total_stats(engine.output(request).stats for request in requests)  # raises what a request failed with
-    return Timing(seconds, median(first), total.num_tokens, total.num_target_calls)
+    return BatchTiming(seconds, median(first), total.num_tokens, total.num_target_calls)
 
 
 def _lines(options: BatchComparison, rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -23,7 +23,7 @@ from draftproof.backends.model_info import cache_names
 from draftproof.bench.cell import Cell
 from draftproof.bench.model_cache import Answerer, ModelCache, Stopwatch
 from draftproof.bench.questions import Question
-from draftproof.bench.record import Answer
+from draftproof.bench.record import Generation
 from draftproof.errors import UserError
 from draftproof.progress import Watch, silent
 from draftproof.sampling import SamplingParams
@@ -86,7 +86,7 @@ class Transformers:
         if unknown:
             raise UserError(f"transformers has no generation option {unknown[0]!r}")
 
-    def __call__(self, prompt_ids: Sequence[int], params: SamplingParams) -> Answer:
+    def __call__(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
         """Continue one prompt, under torch's own generator seeded by the request."""
         ids = torch.tensor([list(prompt_ids)], device=self._model.device)
         starts: list[float] = []
@@ -102,7 +102,7 @@ class Transformers:
         # An assistant may draft tokens that it does not submit: its own calls count them, the target's do not.
         draft_tokens = max(len(assistant), sum(drafted))
         stopped = bool(tokens) and tokens[-1] in self._eos
-        return Answer(
+        return Generation(
             token_ids=tuple(tokens),
             text=text,
             finish_reason="stop" if stopped else "length",

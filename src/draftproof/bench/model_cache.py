@@ -20,7 +20,7 @@ from draftproof.backends.translation.backend import DraftBackend, over_target
 from draftproof.backends.translation.token_map import TokenMap
 from draftproof.bench.cell import OURS, Cell, canonical
 from draftproof.bench.questions import Question, read_questions
-from draftproof.bench.record import Answer
+from draftproof.bench.record import Generation
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import DEFAULT_CONSTANT_STOPPER, find_drafter
 from draftproof.errors import UserError
@@ -29,7 +29,7 @@ from draftproof.sampling import SamplingParams
 from draftproof.training.responses import instruction_ids
 
 # Continues a prompt: draftproof, or a competitor. `seconds["total"]` runs from token ids to text.
-Answerer = Callable[[Sequence[int], SamplingParams], Answer]
+Answerer = Callable[[Sequence[int], SamplingParams], Generation]
 
 
 class ModelCache:
@@ -154,7 +154,7 @@ class ModelCache:
         return ids
 
 
-def answer(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> Answer:
+def answer(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
     """Continue one prompt by draftproof's engine."""
     watch = Stopwatch(engine.target.device)
     (out,) = engine.generate([list(prompt_ids)], params)
@@ -163,7 +163,7 @@ def answer(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) ->
     named = {part: getattr(spent, part) for part in ("draft", "target", "verify")}
     seconds = {**named, "other": max(total - sum(named.values()), 0.0), "total": total}
     parts = (out.drafter, out.stopper, out.verifier) if out.drafter != "none" else ("plain",)
-    return Answer(
+    return Generation(
         token_ids=out.token_ids,
         text=out.text,
         finish_reason=out.finish_reason,

@@ -19,7 +19,7 @@ FILE = "records.jsonl"
 
 
 @dataclass(frozen=True)
-class Answer:
+class Generation:
     """The answer of an engine, draftproof or another, to one prompt."""
 
     token_ids: tuple[int, ...]  # with the stop token that ended them
@@ -53,7 +53,7 @@ class Record:
     category: str
     repeat: int
     prompt_tokens: int
-    answer: Answer
+    answer: Generation
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -102,7 +102,7 @@ class Record:
         cell = Cell.from_dict(rest.pop("cell"))
         for name in ("token_ids", "accepted_per_position", "drafted_per_position"):
             rest[name] = tuple(rest[name])
-        return cls(cell=cell, answer=Answer(**rest), **own)
+        return cls(cell=cell, answer=Generation(**rest), **own)
 
 
 def read_records(out: Path) -> list[Record]:

@@ -15,8 +15,7 @@ from draftproof.audit.served.checks import PROMPTS
 from draftproof.audit.served.client import Client
 from draftproof.audit.served.pairs import audit_pair, words
 from draftproof.audit.served.report import HEADS, ServerReport
-from draftproof.audit.served.run import Audit, Finding, settle
-from draftproof.audit.served.run import Options as Audited
+from draftproof.audit.served.run import CheckResult, ServerAudit, ServerAuditOptions, settle
 from draftproof.audit.served.scoring import Reference
 from draftproof.cli._options import Options, with_options
 from draftproof.cli._output import print_table
@@ -29,7 +28,9 @@ _HELP_KEY = "The server's API key; better in the variable DRAFTPROOF_AUDIT_KEY, 
 _HELP_REFERENCE_KEY = "That of the second server, or DRAFTPROOF_REFERENCE_KEY."
 
 
-@with_options(options=[Options(Audited, names={"checks": "check"}, metavars={"checks": "NAME"}, repeatable=True)])
+@with_options(
+    options=[Options(ServerAuditOptions, names={"checks": "check"}, metavars={"checks": "NAME"}, repeatable=True)]
+)
 def server(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server, for example http://127.0.0.1:8000.")],
     *,
@@ -56,7 +57,7 @@ def server(
     """
     if (target is None) == (reference_url is None):
         raise UserError("give either --target (the weights that the server serves) or --reference-url")
-    chosen = Audited(**options)
+    chosen = ServerAuditOptions(**options)
     texts = list(PROMPTS) if prompts is None else [each.text for each in read_prompts(prompts)]
     facts = run_facts()
     made: dict[str, Any] = {"model": model, "timeout": timeout}
@@ -86,14 +87,14 @@ def server(
 
 
 def _against_weights(
-    client: Client, names: tuple[str, str | None], options: Audited, texts: Sequence[str], **how: Any
-) -> tuple[dict[str, Any], str, list[Finding]]:
+    client: Client, names: tuple[str, str | None], options: ServerAuditOptions, texts: Sequence[str], **how: Any
+) -> tuple[dict[str, Any], str, list[CheckResult]]:
     """What a server says of itself, what it was compared with, and the findings."""
     target, draft = names
     dtype = settle(options)
     right = Reference.load(target, draft)
     rounded = None if dtype is None else Reference.load(target, draft, dtype=dtype)
-    audit = Audit(client, right, options, texts, rounded=rounded, **how)
+    audit = ServerAudit(client, right, options, texts, rounded=rounded, **how)
     findings = asyncio.run(audit.run())
     return audit.server, f"{target} in float32" + (f", with the draft model {draft}" if draft else ""), findings
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from draftproof.backends import base as backends
 from draftproof.bench.estimate import LEVEL, Estimate, geometric_mean
 from draftproof.engine.engine import Engine
 from draftproof.engine.prompts import Prompt
@@ -21,7 +22,7 @@ TOO_LONG = 120.0  # seconds after which two pairs are enough
 
 
 @dataclass(frozen=True)
-class Timing:
+class TimedRun:
     """One timed run of an engine: tokens a second of all prompts together, and the number of drafted tokens."""
 
     tokens_per_second: float
@@ -32,7 +33,7 @@ class Timing:
 class Comparison:
     """Speculative and plain decoding on the same prompts."""
 
-    pairs: Sequence[tuple[Timing, Timing]]  # timings of speculative and plain decoding, run one after the other
+    pairs: Sequence[tuple[TimedRun, TimedRun]]  # timings of speculative and plain decoding, run one after the other
     # Tokens per target call: the speed-up if drafting cost nothing and verifying as much as plain decoding.
     block_efficiency: float
     # Whether both gave the same tokens; None when sampling, where only the output distribution is the same.
@@ -95,7 +96,7 @@ def compare(
         engine.target, tokenizer=engine.tokenizer, eos_token_ids=engine.eos_token_ids, max_batch=engine.max_batch
     )
     reference = plain.generate(list(prompts), list(params))
-    pairs: list[tuple[Timing, Timing]] = []
+    pairs: list[tuple[TimedRun, TimedRun]] = []
     start = time.perf_counter()
     while _more(len(pairs), time.perf_counter() - start):
         first, second = (plain, engine) if len(pairs) % 2 else (engine, plain)
@@ -104,7 +105,7 @@ def compare(
         pairs.append((timings[id(engine)], timings[id(plain)]))
     same = [output.token_ids for output in known] == [output.token_ids for output in reference]
     greedy = all(each.temperature == 0 for each in params)
-    dtype = str(getattr(engine.target, "dtype", "unknown")).removeprefix("torch.")
+    dtype = str(backends.dtype(engine.target) or "unknown").removeprefix("torch.")
     efficiency = total_stats(each.stats for each in known).block_efficiency
     return Comparison(pairs, efficiency, same if greedy else None, dtype)
 
@@ -120,14 +121,14 @@ def _more(pairs: int, seconds: float) -> bool:
 
 def _timed(
     engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams], prediction: str | None
-) -> Timing:
+) -> TimedRun:
     """Time all prompts together, as if they came first."""
     engine.forget()
     start = time.perf_counter()
     outputs = engine.generate(list(prompts), list(params), predictions=prediction)
     seconds = time.perf_counter() - start
     total = total_stats(output.stats for output in outputs)
-    return Timing(total.num_tokens / seconds, total.num_draft_tokens)
+    return TimedRun(total.num_tokens / seconds, total.num_draft_tokens)
 
 
 _SURE = [SameText.BY_DRAFTS, SameText.BUT_FOR_ROUNDING, SameText.YES]  # the least sure first

@@ -50,7 +50,7 @@ def _silence_transformers() -> None:
 @contextmanager
 def logged_lines(*, quiet: bool) -> Iterator[None]:
     """Show what the library logs during long work, a line each."""
-    logger, handler = logging.getLogger("draftproof"), _Lines()
+    logger, handler = logging.getLogger("draftproof"), _LogLines()
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.WARNING if quiet else logging.INFO)
@@ -61,7 +61,7 @@ def logged_lines(*, quiet: bool) -> Iterator[None]:
         logger.setLevel(level)
 
 
-class _Lines(logging.Handler):
+class _LogLines(logging.Handler):
     """Prints each record on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -18,6 +18,7 @@ DATASET = "a shipped data set, a file, FORM:FILE or hub:OWNER/NAME[:SPLIT[:COLUM
 MODELS, PROMPTS, MEASURED = "Models", "Prompts", "What is measured"
 _MODELS = (
     "target", "draft", "drafter", "models", "judge", "other", "python", "model", "heads", "head", "kinds", "layers",
+    "device", "backend", "trust_remote_code",
 )  # fmt: skip
 _PROMPTS = ("dataset", "questions", "seeds", "tokens", "max_tokens", "repeats", "texts", "prompts", "form", "trials")
 _PANELS = dict.fromkeys((*_MODELS, "dtype", "backends", "verifier"), MODELS) | dict.fromkeys(_PROMPTS, PROMPTS)

@@ -15,8 +15,8 @@ from draftproof import models
 from draftproof.batch.answering import Answerer, require_server
 from draftproof.batch.folder import AnswerFolder
 from draftproof.batch.rows import RowOptions, columns
-from draftproof.batch.run import Answers, Summary, answer_all, settings_of
-from draftproof.batch.source import FORMATS, Source
+from draftproof.batch.run import Answers, RunSummary, answer_all, settings_of
+from draftproof.batch.source import FORMATS, RowSource
 from draftproof.cli import _output
 from draftproof.cli._engine import engine_options, load_engine, named_target
 from draftproof.cli._libraries import logged_lines, quiet_libraries
@@ -84,7 +84,7 @@ def batch(
     _refuse_workers(ray, workers, engine["tensor_parallel"])
     target = named_target(engine) or models.DEFAULT_TARGET
     engine = {**engine, "target": target, "draft": engine["draft"] or default_draft(target, engine["drafter"])}
-    rows = Source(source)
+    rows = RowSource(source)
     options = _row_options(rows, target, sampling, served, chat=chat, system=system)
     with quiet_libraries(), logged_lines(quiet=quiet):
         if ray is None:
@@ -118,7 +118,7 @@ def _refuse_workers(ray: str | None, workers: int | None, processes: int) -> Non
 
 
 def _row_options(
-    rows: Source, target: str, sampling: Mapping[str, Any], served: Mapping[str, Any], **chats: Any
+    rows: RowSource, target: str, sampling: Mapping[str, Any], served: Mapping[str, Any], **chats: Any
 ) -> RowOptions:
     if rows.lines:
         require_server()
@@ -141,7 +141,7 @@ def _on_ray(address: str, engine: Mapping[str, Any], options: RowOptions, worker
     return cluster_answers(address, engine, options, workers=workers, rows=rows)
 
 
-def _show(summary: Summary, out: Path, *, as_json: bool, quiet: bool) -> None:
+def _show(summary: RunSummary, out: Path, *, as_json: bool, quiet: bool) -> None:
     found = summary.to_dict()
     if as_json:
         typer.echo(json.dumps({"out": str(out), **found}))

@@ -24,7 +24,7 @@ from draftproof.training.evaluation.heads import HeadOptions
 from draftproof.training.evaluation.heads import evaluate_heads as measure_heads
 from draftproof.training.evaluation.pair import PairOptions
 from draftproof.training.evaluation.pair import evaluate_pair as measure_pair
-from draftproof.training.evaluation.text import TextOptions
+from draftproof.training.evaluation.text import TextEvaluationOptions
 from draftproof.training.evaluation.text import evaluate_text as measure_text
 from draftproof.training.feature_head import make_feature_head
 from draftproof.training.feature_options import FeatureJob
@@ -188,7 +188,7 @@ app.command("evaluate-heads")(
 )
 app.command("evaluate-text")(
     measurement(
-        TextOptions,
+        TextEvaluationOptions,
         measure_text,
         "Evaluate the text that small models write: bits per byte under a larger model, and coined words.",
         defaults={"models": ("embedded:stories", "embedded:target"), "judge": "smollm2-135m"},

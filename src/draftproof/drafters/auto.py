@@ -28,9 +28,9 @@ from draftproof.drafters.ngram import point_chain, with_probabilities
 from draftproof.drafters.suffix import Found, SuffixDrafter
 from draftproof.errors import reason
 from draftproof.rng import RoundRng
-from draftproof.stoppers.auto import CACHE_SIZE, CATCH_UP, GAIN, Auto, Plan, tokens_by_length
+from draftproof.stoppers.auto import CACHE_SIZE, CATCH_UP, GAIN, Auto, DraftPlan, tokens_by_length
 from draftproof.stoppers.base import AcceptanceRates, RoundTime
-from draftproof.stoppers.costs import LearnedCosts, PassCosts, size_class
+from draftproof.stoppers.costs import DraftCosts, LearnedCosts, size_class
 from draftproof.stoppers.rates import RequestRates, SharedRates
 from draftproof.theory.cost import RoundCosts
 
@@ -60,7 +60,7 @@ LOOKUP_RATES = {  # assumed, by length of the match
 }
 
 
-class Source:
+class CandidateDrafter:
     """A drafter among which `AutoDrafter` chooses; it may have to be built first.
 
     `steps` gives None after each step of building, and at last the drafter.
@@ -99,8 +99,8 @@ class _Choice:
     Without a source nobody else drafts. The plan is the source's.
     """
 
-    source: Source | None = None
-    plan: Plan = field(default_factory=Plan)
+    source: CandidateDrafter | None = None
+    plan: DraftPlan = field(default_factory=DraftPlan)
     looked: dict[int, Found] = field(default_factory=dict)
 
 
@@ -120,7 +120,12 @@ class AutoDrafter:
     reads_predictions = True
 
     def __init__(
-        self, sources: Sequence[Source], lookup: SuffixDrafter | None, passes: PassCosts, *, masses: bool = True
+        self,
+        sources: Sequence[CandidateDrafter],
+        lookup: SuffixDrafter | None,
+        passes: DraftCosts,
+        *,
+        masses: bool = True,
     ) -> None:
         self.sources = list(sources)
         self.stopper = sources[0].stopper if sources else None
@@ -139,7 +144,7 @@ class AutoDrafter:
         self._waited = 0  # rounds in which nothing was built
         self._plain = 0  # plain rounds in a row
         self._kept = PrefixCache(0)
-        self._latest: Source | None = None
+        self._latest: CandidateDrafter | None = None
 
     @property
     def backends(self) -> Sequence[Backend]:
@@ -256,7 +261,7 @@ class AutoDrafter:
         self.prepare(BUILD_SHARE * self._seconds / self._batch)
 
     @property
-    def _missing(self) -> list[Source]:
+    def _missing(self) -> list[CandidateDrafter]:
         """Sources that are not built yet."""
         return [one for one in self.sources if one.drafter is None and not one.failed]
 
@@ -310,7 +315,7 @@ class AutoDrafter:
         if best.source is not None and len(able) > 1:
             choice = self._mixed(best, choice, expected, found, {one.id: one.limit for one in able})
         if choice is best and (tried := self._retried(found, expected, batch)):
-            choice = _Choice(best.source, best.plan if best.source else Plan(needed=True), tried)
+            choice = _Choice(best.source, best.plan if best.source else DraftPlan(needed=True), tried)
         passes = self._lookup_costs.passes
         if choice.source is None and passes.is_old(batch) and not passes.reading:
             return _Choice()  # a plain round shows what a plain round takes
@@ -334,7 +339,7 @@ class AutoDrafter:
                 return choice
             most, longest = speed, max(lengths.values())
             looked = {row: _first(found[row], n) for row, n in lengths.items() if n}
-            choice = _Choice(None, Plan(longest, 1, speed), looked)
+            choice = _Choice(None, DraftPlan(longest, 1, speed), looked)
 
     def _mixed(
         self,

@@ -259,16 +259,16 @@ class _ContextTree:
     """
 
     def __init__(self) -> None:
-        self.root: dict[int, _Node] = {}
+        self.root: dict[int, _ContextNode] = {}
 
     def add(self, key: tuple[int, ...], token: int) -> None:
         """Count a token after a context; no context is a prefix of another one."""
-        level: dict[int, _Node] | None = self.root
+        level: dict[int, _ContextNode] | None = self.root
         at = 0
         while level is not None:
             node = level.get(key[at])
             if node is None:
-                level[key[at]] = _Node(key[at:], token)
+                level[key[at]] = _ContextNode(key[at:], token)
                 return
             end = at + len(node.label)
             if key[at:end] != node.label:
@@ -279,8 +279,8 @@ class _ContextTree:
 
     def remove(self, key: tuple[int, ...], token: int) -> None:
         """Undo one `add` of the same context and token."""
-        level: dict[int, _Node] | None = self.root
-        above: dict[int, _Node] = {}
+        level: dict[int, _ContextNode] | None = self.root
+        above: dict[int, _ContextNode] = {}
         at = up = 0
         while level is not None:
             node = level[key[at]]
@@ -295,9 +295,9 @@ class _ContextTree:
             above, up = level, at
             at, level = at + len(node.label), node.children
 
-    def match(self, near: tuple[int, ...]) -> tuple[int, _Node | None]:
+    def match(self, near: tuple[int, ...]) -> tuple[int, _ContextNode | None]:
         """Length of the longest known context among the nearest tokens, and its node; (0, None) without one."""
-        level: dict[int, _Node] | None = self.root
+        level: dict[int, _ContextNode] | None = self.root
         found, at = None, 0
         while level is not None and at < len(near):
             node = level.get(near[at])
@@ -310,7 +310,7 @@ class _ContextTree:
         return at, found
 
 
-class _Node:
+class _ContextNode:
     """Contexts that occurred at the same places: the tokens they add to the parent node, and what followed them."""
 
     __slots__ = ("best", "children", "counts", "label", "total")
@@ -318,7 +318,7 @@ class _Node:
     def __init__(self, label: tuple[int, ...], token: int) -> None:
         self.label = label  # the tokens from the parent node to this one
         # the child nodes by the first token of their label; None for a leaf
-        self.children: dict[int, _Node] | None = None
+        self.children: dict[int, _ContextNode] | None = None
         self.total = 1  # how often any token followed
         self.best = token  # the token that followed most often
         self.counts: dict[int, int] | None = None  # how often each token followed; None while there is only one
@@ -351,9 +351,9 @@ class _Node:
         if len(self.counts) == 1:
             self.counts = None
 
-    def split(self, size: int) -> _Node:
+    def split(self, size: int) -> _ContextNode:
         """Make a parent node with the first tokens of the label; this node keeps the rest."""
-        upper = _Node(self.label[:size], self.best)
+        upper = _ContextNode(self.label[:size], self.best)
         upper.total = self.total
         upper.counts = None if self.counts is None else dict(self.counts)
         upper.children = {self.label[size]: self}

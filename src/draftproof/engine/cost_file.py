@@ -17,6 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from draftproof.backends import base as backends
+from draftproof.drafters.base import SessionDrafter
 from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import reason
 from draftproof.files import Store
@@ -98,15 +100,15 @@ def _write_at_exit(kept: weakref.ref[CostFile]) -> None:
 def _key(engine: DecodingLoop) -> str:
     """A key in the file: the models, their types, the device, and the machine's threads."""
     target, drafter = engine.target, engine.drafter
-    backend = getattr(getattr(drafter, "model", None), "backend", None)
+    models = drafter.backends if isinstance(drafter, SessionDrafter) else ()
     names = (
         target.name,
-        getattr(target, "kind", type(target).__name__),
-        getattr(target, "products", ""),
-        getattr(backend, "name", ""),
+        backends.kind(target),
+        backends.products(target),
+        " ".join(model.name for model in models),
         drafter.name,
         engine.verifier.name,
-        getattr(target, "dtype", ""),
+        backends.dtype(target),
         target.device,
     )
     return " | ".join(map(str, (*names, f"{torch.get_num_threads()} of {os.cpu_count()} threads, {threads.kind()}")))

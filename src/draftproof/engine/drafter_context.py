@@ -19,7 +19,7 @@ from draftproof.engine.stopper_parts import DEFAULT_STOPPER, make_stopper
 from draftproof.errors import UserError
 from draftproof.stoppers.auto import ASSUMED, Auto
 from draftproof.stoppers.base import AcceptanceRates, Stopper
-from draftproof.stoppers.costs import UNKNOWN, LearnedCosts, PassCosts
+from draftproof.stoppers.costs import UNKNOWN, DraftCosts, LearnedCosts
 from draftproof.verifiers.base import Verifier
 
 
@@ -42,7 +42,7 @@ class DrafterContext:
     def ends(self) -> Stopper:
         """The stopper."""
         if self.ready is None and self.stopper == DEFAULT_STOPPER:
-            return assuming(self, PassCosts())
+            return assuming(self, DraftCosts())
         return self.ready or make_stopper(self.stopper, self.spec if self.draft is None else self.draft.name)
 
     def model(self) -> DraftModel:
@@ -100,7 +100,7 @@ class DrafterPart(Part):
         )
 
 
-def assuming(parts: DrafterContext, passes: PassCosts) -> Auto:
+def assuming(parts: DrafterContext, passes: DraftCosts) -> Auto:
     """The stopper `auto` of a drafter, with what can be assumed before anything is known."""
     share = parts.part.share(parts, parts.argument)
     costs = LearnedCosts(replace(UNKNOWN, draft=share + UNKNOWN.token), passes)

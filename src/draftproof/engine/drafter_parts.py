@@ -11,7 +11,7 @@ from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.feature_head import FeatureBackend
 from draftproof.backends.heads.feature_net import load_net
 from draftproof.backends.heads.self_draft import EarlyExitBackend, QuantizedBackend, SelfDraftBackend
-from draftproof.drafters.auto import AutoDrafter, Source
+from draftproof.drafters.auto import AutoDrafter, CandidateDrafter
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.extended import ExtendedDrafter
 from draftproof.drafters.model import ModelDrafter
@@ -31,7 +31,7 @@ from draftproof.native.tensors import BITS
 from draftproof.peak import available
 from draftproof.stoppers.auto import Auto
 from draftproof.stoppers.base import AcceptanceRates
-from draftproof.stoppers.costs import UNKNOWN, PassCosts
+from draftproof.stoppers.costs import UNKNOWN, DraftCosts
 
 DEFAULT_DRAFTER = "auto"
 QUANTIZED_RATES = AcceptanceRates(0.85, 0.85)  # of the target with weights of 4 bits, before anything is counted
@@ -113,12 +113,12 @@ def _auto_drafter(parts: DrafterContext, argument: str) -> Drafter:  # noqa: ARG
     names = list(_at_hand(parts))
     if parts.stopper != DEFAULT_STOPPER:
         return _first_that_fits(parts, names)
-    common = PassCosts()
+    common = DraftCosts()
     sources = []
     for name in names:
         stopper = assuming(_named(parts, name), common)
         shown = f"model {parts.draft.name}" if name == "model" and parts.draft is not None else name
-        sources.append(Source(shown, stopper, _steps(parts, name, stopper)))
+        sources.append(CandidateDrafter(shown, stopper, _steps(parts, name, stopper)))
     masses = parts.rule is None or parts.rule.point_masses
     return AutoDrafter(sources, SuffixDrafter(shared=False), common, masses=masses)
 

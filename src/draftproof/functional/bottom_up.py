@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.functional.coupling import first_success
-from draftproof.functional.nodes import Level, Tries
+from draftproof.functional.nodes import DepthSlots, Tries
 from draftproof.rng import Rng
 
 PORTION = 1 << 20  # entries of a temporary on a CPU
@@ -48,14 +48,14 @@ def blank_plan(tries: Tries) -> TriePlan:
     return TriePlan(weight, accept, torch.ones_like(weight), torch.ones_like(weight))
 
 
-def draws_of(tries: Tries, level: Level) -> tuple[Int[Tensor, "r D"], Int[Tensor, "r D"]]:
+def draws_of(tries: Tries, level: DepthSlots) -> tuple[Int[Tensor, "r D"], Int[Tensor, "r D"]]:
     """The draws at the slots of a level: their slots and flat ids (the root's flat id where there is no draw)."""
     kids = tries.kids.flatten(0, 1)[level.rows]
     slots = tries.tokens.shape[1]
     return kids, kids + (level.rows // slots * slots).unsqueeze(-1)
 
 
-def portions(tries: Tries, p: Float[Tensor, "m V"]) -> Iterator[Level]:
+def portions(tries: Tries, p: Float[Tensor, "m V"]) -> Iterator[DepthSlots]:
     """The levels from the root down; on a CPU in parts of a few slots each.
 
     Slots of one depth are independent. On a CPU, temporaries for the whole batch would cost more in page faults than in
@@ -65,7 +65,7 @@ def portions(tries: Tries, p: Float[Tensor, "m V"]) -> Iterator[Level]:
     for level in tries.inner:
         for first in range(0, level.rows.shape[0], most):
             rows = level.rows[first : first + most]
-            yield Level(rows, min(max(level.single - first, 0), rows.shape[0]))
+            yield DepthSlots(rows, min(max(level.single - first, 0), rows.shape[0]))
 
 
 def hand_down(plan: TriePlan, kids: Int[Tensor, "r D"], flat: Int[Tensor, "r D"], accept: Float[Tensor, "r D"]) -> None:
@@ -77,7 +77,11 @@ def hand_down(plan: TriePlan, kids: Int[Tensor, "r D"], flat: Int[Tensor, "r D"]
 
 
 def store(
-    plan: TriePlan, level: Level, accept: Float[Tensor, "r D"], own: Float[Tensor, " r"], gamma: Float[Tensor, " r"]
+    plan: TriePlan,
+    level: DepthSlots,
+    accept: Float[Tensor, "r D"],
+    own: Float[Tensor, " r"],
+    gamma: Float[Tensor, " r"],
 ) -> None:
     """Write the decisions of one level into the plan."""
     plan.accept.flatten(0, 1)[level.rows, : accept.shape[-1]] = accept

@@ -55,7 +55,7 @@ class NodeVerdict(NamedTuple):
     token: Int[Tensor, " B"]
 
 
-class Level(NamedTuple):
+class DepthSlots(NamedTuple):
     """The slots of one depth that have draws; those with a single draw come first."""
 
     rows: Int[Tensor, " rows"]  # their flat ids (row of the batch * slots + slot)
@@ -86,7 +86,7 @@ class Tries:
     q_row: Int[Tensor, "B N"]
     p_row: Int[Tensor, "B N"]
     chain: Int[Tensor, "B N"]
-    inner: tuple[Level, ...]
+    inner: tuple[DepthSlots, ...]
     slots: tuple[Int[Tensor, "B _"], ...]
     branching: bool
 
@@ -209,7 +209,7 @@ def _pad(rows: Sequence[Sequence[int]], device: torch.device) -> Int[Tensor, "B 
     return sent([[*row, *[0] * (width - len(row))] for row in rows], device, torch.int64)
 
 
-def _levels(tables: list[list[list[int]]], depths: list[list[int]], device: torch.device) -> tuple[Level, ...]:
+def _levels(tables: list[list[list[int]]], depths: list[list[int]], device: torch.device) -> tuple[DepthSlots, ...]:
     """Slots with draws by depth; those with a single draw come first, because they need no search for a factor."""
     size = max(len(table) for table in tables)
     found: list[list[tuple[bool, int]]] = [[] for _ in range(max(map(max, depths)))]
@@ -218,7 +218,7 @@ def _levels(tables: list[list[list[int]]], depths: list[list[int]], device: torc
             if kids:
                 found[depth[slot]].append((len(kids) > 1, row * size + slot))
     return tuple(
-        Level(sent([at for _, at in sorted(level)], device, torch.int64), sum(not many for many, _ in level))
+        DepthSlots(sent([at for _, at in sorted(level)], device, torch.int64), sum(not many for many, _ in level))
         for level in found
     )
 

@@ -31,7 +31,7 @@ OF_LOADING = (
 
 
 @dataclass(frozen=True)
-class Composition:
+class EngineConfig:
     """What an engine around a model in memory is made of."""
 
     options: EngineOptions  # as in `Engine.load`; `draft` where the draft model is given by name
@@ -39,7 +39,7 @@ class Composition:
     tokenizer: Any = None  # the target's; needed only to compare it with that of a draft model that is given by name
 
     @classmethod
-    def of(cls, draft: Any, tokenizer: Any, options: Mapping[str, Any]) -> Composition:
+    def of(cls, draft: Any, tokenizer: Any, options: Mapping[str, Any]) -> EngineConfig:
         """From a draft model (a name, a transformers model, or None), a tokenizer and options of an engine."""
         for name in options:
             if name in OF_LOADING:
@@ -104,7 +104,7 @@ def _name(model: Any) -> str:
 
 
 @dataclass(eq=False)
-class Held:
+class CachedEngine:
     """An engine that is kept for a model, and used by one call at a time, which holds the lock."""
 
     engine: Engine
@@ -115,12 +115,12 @@ class Held:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-_held: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Held]] = weakref.WeakKeyDictionary()
+_held: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], CachedEngine]] = weakref.WeakKeyDictionary()
 _guard = threading.RLock()
 
 
 @contextmanager
-def engine_of(model: Any, composition: Composition) -> Iterator[Engine]:
+def engine_of(model: Any, composition: EngineConfig) -> Iterator[Engine]:
     """The engine of a model with this composition, for one caller at a time; made at the first call.
 
     It is made again when the weights have changed (`weights_version`), and dropped with the model or by `forget`.
@@ -131,7 +131,7 @@ def engine_of(model: Any, composition: Composition) -> Iterator[Engine]:
         yield held.engine
 
 
-def _current(model: Any, composition: Composition) -> Held:
+def _current(model: Any, composition: EngineConfig) -> CachedEngine:
     refuse_training(model)
     kept = _held.setdefault(model, {})
     held, version = kept.get(composition.key), weights_version(model)
@@ -147,7 +147,7 @@ def _current(model: Any, composition: Composition) -> Held:
     kept.pop(composition.key, None)
     held = None  # frees its memory before the next one takes some
     engine = composition.engine(model, draft, keeps=keeps)
-    made = Held(engine, version, draft, draft_version, None if other is None else weakref.ref(other))
+    made = CachedEngine(engine, version, draft, draft_version, None if other is None else weakref.ref(other))
     kept[composition.key] = made
     while len(kept) > _MOST:
         del kept[next(iter(kept))]

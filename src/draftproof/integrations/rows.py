@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from draftproof.backends.base import why_bounded
 from draftproof.engine.engine import Engine
 from draftproof.engine.request import Request
 from draftproof.engine.stats import Stats, total_stats
@@ -207,7 +208,7 @@ def _refuse_too_long(engine: Engine, prompts: Sequence[Sequence[int]], most: int
     spare = engine.drafter.limit if engine.verifier.constant_length else 0
     longest = max(map(len, prompts))
     if longest + most + spare > reads:
-        why = getattr(engine.target, "bounded_by", "") or "its max_position_embeddings"
+        why = why_bounded(engine.target) or "its max_position_embeddings"
         kept = f", of which rule {engine.verifier.name} needs {spare} for drafts" if spare else ""
         raise UserError(
             f"max_new_tokens: expected at most {max(reads - longest - spare, 0)}, got {most} after a prompt of "

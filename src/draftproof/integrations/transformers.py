@@ -21,7 +21,7 @@ from torch import Tensor
 from draftproof.backends.model_info import cache_names
 from draftproof.engine.stats import Stats
 from draftproof.errors import UserError
-from draftproof.integrations.engine_cache import Composition, engine_of, forget
+from draftproof.integrations.engine_cache import EngineConfig, engine_of, forget
 from draftproof.integrations.generation_config import refuse_fields
 from draftproof.integrations.processors import refuse_stateful
 from draftproof.integrations.rows import Ends, Rows, params_of, prompts_of
@@ -38,7 +38,7 @@ class Speculative:
         stats: of the last call: tokens per target call, accepted tokens, times; None before the first.
     """
 
-    def __init__(self, composition: Composition, stop_strings: Sequence[str] = (), tokenizer: Any = None) -> None:
+    def __init__(self, composition: EngineConfig, stop_strings: Sequence[str] = (), tokenizer: Any = None) -> None:
         self.composition = composition
         self._stop_strings = tuple(stop_strings)
         self._tokenizer = tokenizer
@@ -118,7 +118,7 @@ def speculative(
     strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
     if strings and tokenizer is None:
         raise UserError(f"stop_strings are {list(strings)!r}, and there is no tokenizer to find them with: give both")
-    return Speculative(Composition.of(draft, tokenizer, options), strings, tokenizer)
+    return Speculative(EngineConfig.of(draft, tokenizer, options), strings, tokenizer)
 
 
 def _generate_locals() -> dict[str, Any]:

@@ -6,18 +6,23 @@ round allocate. The peak is measured in a separate run without observation, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from draftproof.backends.cache.slot_cache import SlotCache
+from draftproof.backends.loading.options import parse_device
+from draftproof.drafters.base import SessionDrafter, stopper_of
 from draftproof.engine.engine import Engine
+from draftproof.engine.registry import find_drafter
 from draftproof.errors import UserError, refuse_below_one
 from draftproof.peak import HOW, Peak
 from draftproof.profiling.phases import Phases, RowShape
 from draftproof.profiling.tensor_memory import TensorMemory, tensor_memory, walk
+from draftproof.progress import Watch, silent
+from draftproof.provenance import run_facts, without_directory
 from draftproof.results import Results, table
 from draftproof.sampling import SamplingParams
 
@@ -33,11 +38,53 @@ class Workload:
     new_tokens: int = 32
 
     def __post_init__(self) -> None:
-        refuse_below_one(**asdict(self))
+        refuse_below_one(batch=self.batch, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens)
 
 
 @dataclass(frozen=True)
-class Weights:
+class MemoryOptions(Workload):
+    """Options of `measure_memory`.
+
+    Attributes:
+        target, draft, drafter, verifier, dtype, device, backend: a composition, as in `Engine.load`.
+        trust_remote_code: run code that comes with a model.
+        draft_length: drafted tokens of a round.
+        batch: requests decoded together.
+        prompt_tokens: length of each prompt.
+        new_tokens: tokens to generate for each.
+    """
+
+    target: str = "embedded:stories"
+    draft: str | None = None
+    drafter: str | None = None
+    verifier: str | None = None
+    dtype: str = "auto"
+    device: str | None = None
+    backend: str = "auto"
+    trust_remote_code: bool = False
+    draft_length: int = 4
+
+    def load(self) -> Engine:
+        """The engine, with room for the batch."""
+        part, argument = find_drafter(self.drafter) if self.drafter else (None, "")
+        own_length = part is not None and part.takes_length and not argument
+        return Engine.load(
+            self.target,
+            self.draft,
+            drafter=f"{self.drafter}:{self.draft_length}" if own_length else self.drafter,
+            stopper=f"fixed:{self.draft_length}",
+            verifier=self.verifier,
+            max_batch=self.batch,
+            prefix_reuse=False,  # all prompts are the same
+            trust_remote_code=self.trust_remote_code,
+            dtype=self.dtype,
+            device=self.device,
+            backend=self.backend,
+        )
+
+
+@dataclass(frozen=True)
+class WeightBytes:
     """Bytes of the weights of one part, with the copies and tables made from them (fused, packed, scaled)."""
 
     part: str  # its name
@@ -75,7 +122,7 @@ class Memory:
 
     workload: Workload  # the batch that was run
     parts: dict[str, str | None]  # drafter, stopper and rule in effect
-    weights: tuple[Weights, ...]  # of each part
+    weights: tuple[WeightBytes, ...]  # of each part
     caches: tuple[Cache, ...]  # of each model
     states: int  # peak of the hidden states in sessions, for feature heads; they are part of `temporaries`
     recurrent: int  # peak of the states of recurrent layers in sessions, between rounds; part of `temporaries` too
@@ -93,6 +140,20 @@ class Memory:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return asdict(self) | {"total": self.total}
+
+
+def measure_memory(options: MemoryOptions, *, watch: Watch = silent) -> Results:  # noqa: ARG001 - as all measurements
+    """Weights, caches and temporaries of an engine, and the peak of running a batch, as a report."""
+    where = parse_device(options.device)
+    options = replace(options, device=str(where))
+    facts = run_facts(where)
+    warm_up(dtype=options.dtype, device=str(where), backend=options.backend)
+    found = measure(options.load, Workload(options.batch, options.prompt_tokens, options.new_tokens), where)
+    lines = [*_weights(found), "", *_caches(found), "", *_round(found), "", *_measured(found)]
+    small = options.draft and without_directory(options.draft)
+    setup = {"target": without_directory(options.target), "draft": small}
+    setup |= {"dtype": options.dtype, "device": options.device, "backend": options.backend}
+    return Results("Memory", lines, {**setup, **found.to_dict()}, facts)
 
 
 def measure(make: Callable[[], Engine], workload: Workload, device: torch.device) -> Memory:
@@ -115,7 +176,7 @@ def measure(make: Callable[[], Engine], workload: Workload, device: torch.device
     with phases.observe(engine):
         for _ in rounds(engine, workload):
             phases.end_round()
-    stopper = getattr(engine.drafter, "stopper", None)
+    stopper = stopper_of(engine.drafter)
     return Memory(
         workload=workload,
         parts={
@@ -177,21 +238,20 @@ def rounds(engine: Engine, workload: Workload) -> Iterator[None]:
             engine.abort(request)
 
 
-def weights(engine: Engine) -> Iterator[Weights]:
+def weights(engine: Engine) -> Iterator[WeightBytes]:
     """Weights of the target, the draft model, the stopper's head and the other parts; every tensor counts once."""
     drafter = engine.drafter
     named: list[tuple[str, object]] = [("target", engine.target)]
-    model = getattr(drafter, "model", None)
-    if model is not None:
-        named.append(("draft", model))
-    named += [("stopper", getattr(drafter, "stopper", None)), ("other", (drafter, engine.verifier))]
+    if isinstance(drafter, SessionDrafter) and drafter.backends:
+        named.append(("draft", drafter.backends))
+    named += [("stopper", stopper_of(drafter)), ("other", (drafter, engine.verifier))]
     known = TensorMemory({})
     buffers = tensor_memory(*(cache for _, cache in slot_caches(engine)))
     for part, root in named:
         found = tensor_memory(root) - buffers
         own = found - known
         if own.total or part in {"target", "draft"}:
-            yield Weights(part, own.total, own.total_packed, (found & known).total)
+            yield WeightBytes(part, own.total, own.total_packed, (found & known).total)
         known |= found
 
 
@@ -211,12 +271,6 @@ def slot_caches(engine: Engine) -> Iterator[tuple[str, SlotCache]]:
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
-
-
-def memory_report(found: Memory, setup: Mapping[str, Any], facts: Mapping[str, Any]) -> Results:
-    """The report as a page and as JSON, which also has the `setup`: names of the models and options."""
-    lines = [*_weights(found), "", *_caches(found), "", *_round(found), "", *_measured(found)]
-    return Results("Memory", lines, {**setup, **found.to_dict()}, facts)
 
 
 def _weights(found: Memory) -> list[str]:

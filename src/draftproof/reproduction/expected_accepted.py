@@ -20,7 +20,7 @@ from draftproof.draft import Draft, Verdict
 from draftproof.functional.chain import block_acceptance, log_ratios
 from draftproof.functional.coupling import first_success, kseq_accept, kseq_plan, kseq_residual, rounds_plan
 from draftproof.functional.greedy import greedy_acceptance
-from draftproof.functional.nodes import Level, Tries
+from draftproof.functional.nodes import DepthSlots, Tries
 from draftproof.rng import Rng
 from draftproof.tree import ROOT
 
@@ -130,7 +130,7 @@ def _above(tries: Tries) -> Int[Tensor, " slots"]:
 
 
 def _selected(
-    tries: Tries, level: Level, rows: tuple[Tensor, Tensor], plan: Plan
+    tries: Tries, level: DepthSlots, rows: tuple[Tensor, Tensor], plan: Plan
 ) -> Iterator[tuple[Int[Tensor, " m"], Float[Tensor, " m"]]]:
     """For the places of one depth, each drawn slot and (its share of) the probability that it is selected.
 

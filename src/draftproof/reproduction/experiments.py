@@ -88,7 +88,7 @@ class PlannedRun(Cell):
 
 
 @dataclass(frozen=True)
-class Places:
+class RulesAtPositions:
     """Rules compared on the same drafts, at every position of the target's own text.
 
     Rules for single drafts are averaged over all `chains`, at least as many as the largest of `drafts`. The drafter is
@@ -124,9 +124,9 @@ class Experiments:
         """A run at the profile's size, with other values by name."""
         return PlannedRun(pair.target, pair.draft, dtype=pair.dtype, **self._sizes(pair, "max_tokens") | changes)
 
-    def scaled_places(self, pair: PairNames, **changes: Any) -> Places:
+    def scaled_places(self, pair: PairNames, **changes: Any) -> RulesAtPositions:
         """Positions at the profile's size, with other values by name."""
-        return Places(pair, **{"lengths": (4,)} | self._sizes(pair, "places") | changes)
+        return RulesAtPositions(pair, **{"lengths": (4,)} | self._sizes(pair, "places") | changes)
 
     def _sizes(self, pair: PairNames, of: str) -> dict[str, Any]:
         """Numbers of prompts and seeds, and of tokens or places."""
@@ -161,7 +161,7 @@ class Experiments:
         """The rows of runs whose times are compared: measured batch by batch in turns, A B A B."""
         return self.cached("turns", [asdict(run) for run in runs], lambda: self._turns(runs))
 
-    def places(self, places: Places) -> list[Row]:
+    def places(self, places: RulesAtPositions) -> list[Row]:
         """A row for each prompt: number of positions, and the sum of expected accepted tokens in every column."""
         return self.cached("places", places, lambda: self._places(places))
 
@@ -195,7 +195,7 @@ class Experiments:
         engine.generate(list(prompts[: run.batch]), _params(run, 0, 0, WARM_UP))
         return engine, prompts
 
-    def _places(self, places: Places) -> list[Row]:
+    def _places(self, places: RulesAtPositions) -> list[Row]:
         prompts = self.prompts(places.pair.target, places.prompts)
         together = 16 if self._share(places.pair) == 1 else 4
         return [
@@ -204,7 +204,7 @@ class Experiments:
             for row in self._some_places(places, prompts[first : first + together], first)
         ]
 
-    def _some_places(self, places: Places, prompts: list[list[int]], first: int) -> list[Row]:
+    def _some_places(self, places: RulesAtPositions, prompts: list[list[int]], first: int) -> list[Row]:
         """The rows of prompts that are decoded in one batch."""
         deepest, most = max(places.lengths), max((*places.drafts, places.chains))
         name = f"chains:{most}" if places.drafter == "model" else f"{places.drafter}x{most}"
@@ -248,7 +248,7 @@ def _answers(run: PlannedRun, engine: Engine, prompts: list[list[int]], seed: in
     return rows
 
 
-def _params(planned: PlannedRun | Places, seed: int, number: int, tokens: int) -> SamplingParams:
+def _params(planned: PlannedRun | RulesAtPositions, seed: int, number: int, tokens: int) -> SamplingParams:
     """The sampling parameters of one prompt; at temperature 0 the seed has no effect."""
     return SamplingParams(
         temperature=planned.temperature,

@@ -38,7 +38,7 @@ from draftproof.server.api.messages_request import CountBody, MessagesBody, chat
 from draftproof.server.api.responses import RESPONSES
 from draftproof.server.api.responses_schemas import ResponsesAnswer, ResponsesBody
 from draftproof.server.aside import Aside
-from draftproof.server.auth import Access, Keys, note
+from draftproof.server.auth import Access, ApiKeys, note
 from draftproof.server.body import body_of
 from draftproof.server.dialects.detection import format_of
 from draftproof.server.errors import ApiError, error_answer, failed, of_http, stopping, stuck, too_late
@@ -385,7 +385,7 @@ async def _release_memory() -> None:
             looks.released(before, resident() or 0)
 
 
-def make_app(server: Server, keys: Sequence[str] | Keys = (), hosts: Sequence[str] | None = None) -> FastAPI:
+def make_app(server: Server, keys: Sequence[str] | ApiKeys = (), hosts: Sequence[str] | None = None) -> FastAPI:
     """The application of a server; without keys everybody is let in, and `hosts` are those of `allowed_hosts`."""
 
     @asynccontextmanager
@@ -413,7 +413,7 @@ def make_app(server: Server, keys: Sequence[str] | Keys = (), hosts: Sequence[st
     settings = server.settings
     app.add_middleware(
         Access,
-        keys=Keys.of(keys),
+        keys=ApiKeys.of(keys),
         max_body=settings.max_body,
         at_once=server.worker.capacity + _READ_AT_ONCE,
         seconds=settings.read_timeout,

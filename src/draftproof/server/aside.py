@@ -68,7 +68,7 @@ class TimeOver(BaseException):
     """The call took too long; raised in its thread."""
 
 
-class _Watch:
+class _TimeWatch:
     """Raises `TimeOver` in threads whose time is over.
 
     The lock is one of C, whose `with` cannot be interrupted between taking it and knowing that it is taken.
@@ -106,7 +106,7 @@ class _Watch:
             self._changed.wait(pause)
 
 
-_watch = _Watch()
+_watch = _TimeWatch()
 
 
 @contextmanager

@@ -78,16 +78,16 @@ def is_allowed_host(given: str, allowed: Sequence[str]) -> bool:
     return is_loopback(name) or name in {each.lower() for each in allowed}
 
 
-class Keys:
+class ApiKeys:
     """A set of keys that says nothing by the time that a comparison takes."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [sha256(key.encode()).digest() for key in keys]
 
     @classmethod
-    def of(cls, keys: Sequence[str] | Keys) -> Keys:
+    def of(cls, keys: Sequence[str] | ApiKeys) -> ApiKeys:
         """Some keys as such a set."""
-        return keys if isinstance(keys, Keys) else cls(keys)
+        return keys if isinstance(keys, ApiKeys) else cls(keys)
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -105,7 +105,7 @@ class Access:
     """Gives every request an id, refuses those without a key, and writes a line of each to the log."""
 
     app: ASGIApp  # what serves the requests
-    keys: Keys  # one of them is needed; empty lets everybody in
+    keys: ApiKeys  # one of them is needed; empty lets everybody in
     _: KW_ONLY
     max_body: int  # bytes; a longer body is refused by its declared length, others while they are read
     at_once: int  # requests with a body that are in work; further ones are refused before their body is read

@@ -16,7 +16,7 @@ import anyio
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from draftproof.server.auth import Access, Keys
+from draftproof.server.auth import Access, ApiKeys
 from draftproof.server.body import bytes_of
 from draftproof.server.errors import ApiError, error_answer, stopping
 
@@ -34,7 +34,7 @@ class Lost(Exception):  # noqa: N818 - what became of a server, not a mistake of
 
 
 @dataclass(frozen=True)
-class Asked:
+class IncomingRequest:
     """An HTTP request on its way to a server: ASGI's scope, the body, and the prompt, by which routers choose."""
 
     prompt: str
@@ -60,10 +60,10 @@ class Entrance:
 
     def __init__(
         self,
-        passed: Callable[[Asked], AsyncGenerator[Message]],
-        shown: Callable[[Asked], Awaitable[Sequence[Message]]],
+        passed: Callable[[IncomingRequest], AsyncGenerator[Message]],
+        shown: Callable[[IncomingRequest], Awaitable[Sequence[Message]]],
         *,
-        keys: Sequence[str] | Keys,
+        keys: Sequence[str] | ApiKeys,
         max_body: int,
         at_once: int,
         read_timeout: float,
@@ -71,7 +71,7 @@ class Entrance:
         self._passed = passed
         self._shown = shown
         self._max_body = max_body
-        self._app = Access(self._run, Keys.of(keys), max_body=max_body, at_once=at_once, seconds=read_timeout)
+        self._app = Access(self._run, ApiKeys.of(keys), max_body=max_body, at_once=at_once, seconds=read_timeout)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -88,7 +88,7 @@ class Entrance:
         name = scope["state"]["facts"]["request_id"].encode()
         headers = [(key, value) for key, value in scope["headers"] if key != b"x-request-id"]
         sent = {key: scope[key] for key in _SCOPE if key in scope} | {"headers": [*headers, (b"x-request-id", name)]}
-        asked = Asked(prompt or str(scope["path"]), sent, body)
+        asked = IncomingRequest(prompt or str(scope["path"]), sent, body)
         if (scope["method"], scope["path"]) == ("GET", "/metrics"):
             for message in await self._shown(asked):
                 await send(message)
@@ -99,7 +99,7 @@ class Entrance:
             _log.warning("a server was lost before it answered; the request %s", _GOES if left else _ENDS)
         await error_answer(stopping(), scope)(scope, receive, send)
 
-    async def _pass(self, asked: Asked, send: Send) -> bool:
+    async def _pass(self, asked: IncomingRequest, send: Send) -> bool:
         """Answer by one server; False where it was lost before it began to."""
         begun = False
         try:
@@ -131,7 +131,9 @@ def _understood(body: bytes) -> tuple[str, bool]:
     return prompt if isinstance(prompt, str) else json.dumps(prompt), repeats
 
 
-async def answered(app: ASGIApp, asked: Asked, headers: Sequence[tuple[bytes, bytes]]) -> AsyncGenerator[Message]:
+async def answered(
+    app: ASGIApp, asked: IncomingRequest, headers: Sequence[tuple[bytes, bytes]]
+) -> AsyncGenerator[Message]:
     """The messages of an application that answer a request, made only a little ahead of who reads them.
 
     So an answer that nobody reads is not held whole, and the application's own limits of time apply to it. `headers`

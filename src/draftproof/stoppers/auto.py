@@ -42,7 +42,7 @@ ASSUMED = AcceptanceRates()
 
 
 @dataclass(frozen=True)
-class Plan:
+class DraftPlan:
     """What the requests of a round shall draft."""
 
     length: int = 0  # tokens of each draft; 0 for a plain round
@@ -88,15 +88,17 @@ class Auto(StopperBase):
         self._catches_up = catches_up
         self._most = most
         self.shared_rates = SharedRates() if isinstance(self.costs, LearnedCosts) else None
-        self.plan: Plan | None = None  # of the current round, where its requests decide together
+        self.plan: DraftPlan | None = None  # of the current round, where its requests decide together
         self._rows: dict[int, RequestRates] = {}
-        self._best: dict[tuple[int, int, Rates], Plan] = {}  # by version of the costs, number of requests and rates
+        self._best: dict[
+            tuple[int, int, Rates], DraftPlan
+        ] = {}  # by version of the costs, number of requests and rates
         self._batch = 1
         self._most_drafts = 1
         self._drafts: dict[int, int] = {}  # number of drafts of each request in the current round
         self._widest = 1  # largest of these numbers; requests may end before the round's time is known
         self._credit = CREDIT
-        self._preset: Plan | None = None
+        self._preset: DraftPlan | None = None
         self._accepted = 0  # tokens of the round
         self._again = 0  # rounds of a trial that are left
         # rounds since the last draft, and after how many figures are old
@@ -109,7 +111,7 @@ class Auto(StopperBase):
         """The costs, where they are learned."""
         return self.costs if isinstance(self.costs, LearnedCosts) else None
 
-    def preset(self, plan: Plan) -> None:
+    def preset(self, plan: DraftPlan) -> None:
         """Fix the plan of the next round, for a caller that compared it with other drafters' plans."""
         self._preset = plan
 
@@ -126,7 +128,7 @@ class Auto(StopperBase):
         self._accepted = 0
         self._reads_much = self._catches_up and self._lost_place([self._state(row) for row in rows])
 
-    def planned(self, rows: Sequence[int], most: int = 1, batch: int = 1) -> Plan:
+    def planned(self, rows: Sequence[int], most: int = 1, batch: int = 1) -> DraftPlan:
         """The plan for a round of `batch` requests, of which these rows may draft together."""
         self._batch = max(batch, 1)
         self._most_drafts = most
@@ -139,14 +141,14 @@ class Auto(StopperBase):
             return self._trial(members, PROBE) or best
         return best
 
-    def _needed(self, costs: LearnedCosts, members: Sequence[RequestRates], best: Plan) -> Plan | None:
+    def _needed(self, costs: LearnedCosts, members: Sequence[RequestRates], best: DraftPlan) -> DraftPlan | None:
         """A round that shows what rounds cost, where too little or nothing recent is known."""
         batch = self._batch
         self._unused += 1
         if costs.passes.reading:  # a round beside a prompt would cost time, and show nothing
             return None
         if costs.passes.is_old(batch) and best.length:
-            return Plan(needed=True)
+            return DraftPlan(needed=True)
         if self._unused > self._stale:
             self._unused = 0
             self._stale = min(2 * self._stale, STALE[1])
@@ -161,13 +163,15 @@ class Auto(StopperBase):
             return None
         if not costs.passes.last_was_plain and costs.passes.lacks(batch):
             self._credit -= 1
-            return Plan(needed=True)
+            return DraftPlan(needed=True)
         rounds = 1 + (self._catches_up and self._lost_place(members))
         self._credit -= 1
         wanted = min(best.length or TRIAL, 2 * TRIAL)
-        return self._trial(members, wanted, best.drafts, rounds) or Plan(1, best.drafts, needed=True)
+        return self._trial(members, wanted, best.drafts, rounds) or DraftPlan(1, best.drafts, needed=True)
 
-    def _trial(self, members: Sequence[RequestRates], length: int, drafts: int = 1, rounds: int = 1) -> Plan | None:
+    def _trial(
+        self, members: Sequence[RequestRates], length: int, drafts: int = 1, rounds: int = 1
+    ) -> DraftPlan | None:
         """A round with drafts of this length, or shorter ones, if so many of them may be lost to plain decoding."""
         costs, others = self.costs.at(self._batch), self._batch - len(members)
         sums = _sums([tokens_by_length(*one.expected(drafts), self.limit) for one in members], self._most)
@@ -175,7 +179,7 @@ class Auto(StopperBase):
         for n in sorted({min(length, self.limit), min(2, length), 1}, reverse=True):
             made, cost = (sums[n] + others) / self._batch, costs.of(n, drafts, self._share) / costs.of(0)
             if allowance is None or allowance.affords(rounds * (cost - made), self._batch, short=n == 1):
-                return Plan(n, drafts, made / cost, needed=True)
+                return DraftPlan(n, drafts, made / cost, needed=True)
         return None
 
     @staticmethod
@@ -273,7 +277,7 @@ class Auto(StopperBase):
         """Drafted tokens that a request may have, on average."""
         return self._most / self._batch
 
-    def _choice(self, members: Sequence[RequestRates]) -> Plan:
+    def _choice(self, members: Sequence[RequestRates]) -> DraftPlan:
         """What is best for these requests together."""
         numbers = [1 << power for power in range(self._most_drafts.bit_length()) if 1 << power < self._most_drafts]
         rates = tuple(sorted((n, *one.expected(n)) for n in (*numbers, self._most_drafts) for one in members))
@@ -288,7 +292,7 @@ class Auto(StopperBase):
             costs = self.costs.at(self._batch)
             length, drafts = best_round(costs, sums, GAIN, self._share)
             gain = sums[drafts][length] / sums[drafts][0] * costs.of(0) / costs.of(length, drafts, self._share)
-            self._best[case] = Plan(length, drafts, gain if length else 1.0)
+            self._best[case] = DraftPlan(length, drafts, gain if length else 1.0)
         return self._best[case]
 
 

@@ -169,7 +169,7 @@ class Allowance:
         self.left = max(min(self.left + REGAIN + gained * scale, LOSS), -DEBT * scale)
 
 
-class PassCosts:
+class DraftCosts:
     """What the rest of a round with a draft takes, in plain rounds of the same number of requests.
 
     Several drafters may share it: the target's pass does not depend on who drafted. `token` is the assumed cost of one
@@ -268,7 +268,7 @@ class LearnedCosts:
     shared: ClassVar[bool] = True
 
     assumed: RoundCosts = UNKNOWN
-    passes: PassCosts = field(default_factory=PassCosts)
+    passes: DraftCosts = field(default_factory=DraftCosts)
     _drafting: dict[int, Line] = field(default_factory=dict)
     _more: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _current: dict[int, RoundCosts] = field(default_factory=dict)

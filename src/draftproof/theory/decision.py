@@ -68,7 +68,7 @@ class Problem:
         return self.costs.draft * self.tokens + cost
 
 
-class State(NamedTuple):
+class RoundState(NamedTuple):
     """The state of an unfinished round, for a policy; the next candidate is drawn in any case.
 
     Attributes:
@@ -84,7 +84,7 @@ class State(NamedTuple):
     accepted: float = 1.0
 
 
-Policy = Callable[[State], bool]
+Policy = Callable[[RoundState], bool]
 """Whether to stop: then the target gets the candidates and one more; otherwise drafting continues after that one."""
 
 
@@ -136,7 +136,7 @@ class Values:
         """E[c1 N_discarded + c2 N_target] of the whole run."""
         return self._start(self._seen(self.problem.context), self.problem.tokens)
 
-    def stops(self, state: State) -> bool:
+    def stops(self, state: RoundState) -> bool:
         """The policy's decision; true where the limit or the end of the run forces the round to stop."""
         if not self.is_open(state):
             return True
@@ -144,20 +144,20 @@ class Values:
             return self._policy(state)
         return self._mean(state, stop=True) <= self._mean(state, stop=False)
 
-    def is_open(self, state: State) -> bool:
+    def is_open(self, state: RoundState) -> bool:
         """Whether both actions are legal: continuing needs space for two more candidates."""
         return len(state.candidates) + 2 <= min(self.problem.limit, state.remaining - 1)
 
-    def open_states(self) -> Iterator[State]:
+    def open_states(self) -> Iterator[RoundState]:
         """Every state with two legal actions after a prefix that the target can emit, also those the policy avoids."""
-        waiting = [State(context, (), left) for left, contexts in self._levels.items() for context in contexts]
+        waiting = [RoundState(context, (), left) for left, contexts in self._levels.items() for context in contexts]
         while waiting:
             state = waiting.pop()
             if self.is_open(state):
                 yield state
                 waiting.extend(self._drawn(state, step) for step in self._steps(self._context(state)) if step.q > 0)
 
-    def action_costs(self, state: State) -> tuple[float, float]:
+    def action_costs(self, state: RoundState) -> tuple[float, float]:
         """E[C(s, stop)] and E[C(s, continue)] given the candidates, when the policy is followed afterwards.
 
         The second is infinite where continuing is illegal.
@@ -171,7 +171,7 @@ class Values:
         go_on = self._mean(state, stop=False) if self.is_open(state) else math.inf
         return replaced + self._mean(state, stop=True), replaced + go_on
 
-    def gaps(self, state: State) -> list[float]:
+    def gaps(self, state: RoundState) -> list[float]:
         """E[Delta_1 | E_2] and E[Delta_2 | E_3] given the candidates; an expectation is left out if it is undefined.
 
         E_2: Y_1 .. Y_(k+1) are accepted and Y_(k+2) is not. E_3: all of them are accepted. Delta_1 is the cost after
@@ -198,7 +198,7 @@ class Values:
                     found[1][1] += step.both * passed * (stopped - cost)
         return [total / weight for weight, total in found if weight > 0]
 
-    def _if_accepted(self, state: State) -> Iterator[tuple[float, float]]:
+    def _if_accepted(self, state: RoundState) -> Iterator[tuple[float, float]]:
         """For each token: Pr(it is the next candidate and accepted), and the cost from the state on in this case."""
         context, left, stops = self._context(state), state.remaining - len(state.candidates) - 1, self.stops(state)
         for step in self._steps(context):
@@ -211,7 +211,7 @@ class Values:
         """The part of a context that the models depend on."""
         return tokens[max(len(tokens) - self.problem.order, 0) :]
 
-    def _context(self, state: State) -> Context:
+    def _context(self, state: RoundState) -> Context:
         return self._seen((*state.prefix, *state.candidates))
 
     def _read_steps(self, context: Context) -> tuple[_Step, ...]:
@@ -230,15 +230,15 @@ class Values:
         """Pr(the candidate after this context is rejected)."""
         return math.fsum(step.p - step.both for step in self._steps(context))
 
-    def _drawn(self, state: State, step: _Step) -> State:
+    def _drawn(self, state: RoundState, step: _Step) -> RoundState:
         accepted = state.accepted * step.both / step.q
-        return State(state.prefix, (*state.candidates, step.token), state.remaining, accepted)
+        return RoundState(state.prefix, (*state.candidates, step.token), state.remaining, accepted)
 
     def _solve_start(self, context: Context, left: int) -> float:
         """Cost at the beginning of a round."""
         if left <= 1:
             return left * self._call
-        return self._decided(State(context, (), left)).accepted
+        return self._decided(RoundState(context, (), left)).accepted
 
     def _solve_later(self, context: Context, left: int, *, rejected: bool) -> float:
         """Cost of later rounds when this one ends with a token from p, or from (p - q)+; `left` counts that token."""
@@ -247,7 +247,7 @@ class Values:
         costs = (w * self._start(self._seen((*context, token)), left - 1) for token, w in weights if w > 0)
         return math.fsum(costs) / total if total > 0 else 0.0
 
-    def _mean(self, state: State, *, stop: bool) -> float:
+    def _mean(self, state: RoundState, *, stop: bool) -> float:
         ahead = self._act(state, stop=stop)
         return state.accepted * ahead.accepted + (1 - state.accepted) * ahead.rejected
 
@@ -264,7 +264,7 @@ class Values:
         loss = self._loss(context)
         return loss * (self._discard + self._later(context, left, rejected=True)) if loss > 0 else 0.0
 
-    def _solve_act(self, state: State, *, stop: bool) -> _Ahead:
+    def _solve_act(self, state: RoundState, *, stop: bool) -> _Ahead:
         """The cost of an action; `accepted` is 0 where the candidates cannot be accepted."""
         context, left = self._context(state), state.remaining - len(state.candidates)
         possible = state.accepted > 0
@@ -278,7 +278,7 @@ class Values:
                 rejected += step.q * ahead.rejected
         return _Ahead(accepted, rejected)
 
-    def _decided(self, state: State) -> _Ahead:
+    def _decided(self, state: RoundState) -> _Ahead:
         return self._act(state, stop=self.stops(state))
 
 
@@ -343,7 +343,7 @@ def expected_rates(problem: Problem, policy: Policy) -> Rates:
 class Choice(NamedTuple):
     """A state, Pr(a candidate is rejected), and the expected costs of both actions."""
 
-    state: State
+    state: RoundState
     rejected: float
     stop: float
     go_on: float

@@ -14,7 +14,7 @@ from draftproof.rng import fold
 
 
 @dataclass(frozen=True, eq=False)
-class Stream:
+class TokenStream:
     """Texts one after another (`ids`), with the end token before each text (at `starts`) and after the last one."""
 
     ids: Int[Tensor, " tokens"]
@@ -29,7 +29,7 @@ class Stream:
         return self.ids[place : place + length].long()
 
 
-def stream(rows: Sequence[Sequence[int]], end: int, *, length: int) -> Stream:
+def stream(rows: Sequence[Sequence[int]], end: int, *, length: int) -> TokenStream:
     """The stream of texts, given without end tokens, from which windows of `length` tokens will be cut."""
     flat: list[int] = []
     starts = []
@@ -39,7 +39,7 @@ def stream(rows: Sequence[Sequence[int]], end: int, *, length: int) -> Stream:
     flat.append(end)
     if len(flat) < length:
         raise UserError(f"texts: expected at least one window of {length} tokens, got {len(flat)} (give more text)")
-    return Stream(torch.tensor(flat, dtype=torch.int32), torch.tensor(starts))
+    return TokenStream(torch.tensor(flat, dtype=torch.int32), torch.tensor(starts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +50,8 @@ class Batches:
     where `share` is above one half, it falls from 1 to 2 `share` - 1.
     """
 
-    main: Stream
-    background: Stream | None
+    main: TokenStream
+    background: TokenStream | None
     share: float
     rows: int
     length: int
@@ -65,7 +65,7 @@ class Batches:
         other = torch.rand(self.rows, generator=generator) < first + (last - first) * step / self.steps
         return torch.stack([self._source(bool(one)).window(self.length, generator) for one in other])
 
-    def _source(self, background: bool) -> Stream:
+    def _source(self, background: bool) -> TokenStream:
         return self.background if background and self.background is not None else self.main
 
 

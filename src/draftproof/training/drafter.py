@@ -27,7 +27,7 @@ from draftproof.progress import Watch, silent
 from draftproof.provenance import digest, file_digest, fingerprint
 from draftproof.rng import fold
 from draftproof.training import distil
-from draftproof.training.corpus import Batches, Stream, held_out, stream
+from draftproof.training.corpus import Batches, TokenStream, held_out, stream
 from draftproof.training.data import Example, read_examples, split
 from draftproof.training.drafter_options import PROMPT, DrafterJob, settings_of
 from draftproof.training.loop import Loss, Record, TrainingPlan, train
@@ -105,7 +105,7 @@ class DrafterRun:
         found = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return [[*before, *map(int, row)] for row in found]
 
-    def stream(self, examples: Sequence[Example]) -> Stream:
+    def stream(self, examples: Sequence[Example]) -> TokenStream:
         """The texts as one stream of tokens."""
         return stream(self.ids(examples), self.end, length=self.job.length)
 

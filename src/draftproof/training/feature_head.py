@@ -39,7 +39,7 @@ from draftproof.training.data import DataFile, Example, cache_folder, read_examp
 from draftproof.training.eagle3_net import Eagle3Module, PEagleModule, default_layers, save_eagle3
 from draftproof.training.feature_loss import Frame, Net, acceptance, feature_loss
 from draftproof.training.feature_options import FORMATS, FeatureJob
-from draftproof.training.feature_rows import Row, StateRows, Store, frequent, windows
+from draftproof.training.feature_rows import FeatureStore, StateRows, TrainingRow, frequent, windows
 from draftproof.training.loop import Record, train
 from draftproof.training.responses import instruction_ids, sample_responses
 from draftproof.training.sweep import pass_costs
@@ -109,7 +109,7 @@ class _FeatureRun:
         self.sources += [source for source in sources if source not in self.sources]
         return examples
 
-    def _windows(self, texts: Sequence[str], most: int) -> list[Row]:
+    def _windows(self, texts: Sequence[str], most: int) -> list[TrainingRow]:
         return windows(texts, self.tokenizer, length=self.job.length, most=most, seed=self.job.plan.seed)
 
     @cached_property
@@ -123,7 +123,7 @@ class _FeatureRun:
         return [text for text in texts if text not in kept], [text for text in texts if text in kept]
 
     @cached_property
-    def text_rows(self) -> list[Row]:
+    def text_rows(self) -> list[TrainingRow]:
         """Windows of text for training."""
         found = self._windows(self._texts[0], self.job.windows)
         if not found:
@@ -146,7 +146,7 @@ class _FeatureRun:
         return Engine(self.target, tokenizer=self.tokenizer, eos_token_ids=self.eos, max_batch=_BATCH)
 
     @cached_property
-    def answer_rows(self) -> dict[str, list[Row]]:
+    def answer_rows(self) -> dict[str, list[TrainingRow]]:
         """Instructions with the target's answers; only the answers are learnt."""
         parts = self._instructions
         kinds = {"train": parts["train"] * self.job.answers_each, "test": parts["test"]}
@@ -157,22 +157,24 @@ class _FeatureRun:
         """Identifies the target and how it is run, for the cache."""
         return digest(self.fingerprint, self.job.dtype, self.target.device.type)
 
-    def _answers(self, name: str, prompts: list[list[int]]) -> list[Row]:
+    def _answers(self, name: str, prompts: list[list[int]]) -> list[TrainingRow]:
         if not prompts:
             return []
         engine, params = self._engine(), SamplingParams(max_tokens=self.job.answer_tokens)
         options: dict[str, Any] = {"seed": self.job.plan.seed, "watch": self.watch, "title": f"answers ({name})"}
         found = sample_responses(engine, prompts, params, cache=self.cache, key=self._key, **options)
-        return [Row(tuple(each.whole[: self.job.length]), len(each.prompt) - 1) for each in found if each.tokens]
+        return [
+            TrainingRow(tuple(each.whole[: self.job.length]), len(each.prompt) - 1) for each in found if each.tokens
+        ]
 
     @cached_property
-    def store(self) -> Store:
+    def store(self) -> FeatureStore:
         """The training rows: answers, then texts."""
         return self._store(self.answer_rows["train"], self.text_rows)
 
-    def _store(self, *kinds: Sequence[Row]) -> Store:
+    def _store(self, *kinds: Sequence[TrainingRow]) -> FeatureStore:
         options: dict[str, Any] = {"length": self.job.length, "cache": self.cache, "key": self._key}
-        return Store(self.target, kinds, layers=self.layers, **options)
+        return FeatureStore(self.target, kinds, layers=self.layers, **options)
 
     @property
     def layers(self) -> tuple[int, ...]:

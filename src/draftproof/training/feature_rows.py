@@ -28,7 +28,7 @@ _CHUNK = 512  # number of positions whose full rows of logits are in memory at o
 
 
 @dataclass(frozen=True)
-class Row:
+class TrainingRow:
     """Token ids, and the position of the first token whose successor is learnt (the end of a prompt)."""
 
     tokens: tuple[int, ...]
@@ -59,7 +59,7 @@ class StateRows:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-def windows(texts: Sequence[str], tokenizer: Any, *, length: int, most: int, seed: int) -> list[Row]:
+def windows(texts: Sequence[str], tokenizer: Any, *, length: int, most: int, seed: int) -> list[TrainingRow]:
     """At most `most` windows of `length` tokens, each from consecutive texts, in an order that depends on the seed.
 
     A window begins at the beginning of a text.
@@ -71,16 +71,18 @@ def windows(texts: Sequence[str], tokenizer: Any, *, length: int, most: int, see
             pages.append(page[: 12 * length])
             page = ""
     random.Random(fold(seed, 1)).shuffle(pages)
-    found: list[Row] = []
+    found: list[TrainingRow] = []
     for first in range(0, len(pages), SHARD):
         if len(found) >= most:
             break
         ids = tokenizer(pages[first : first + SHARD])["input_ids"]
-        found += [Row(tuple(row[:length])) for row in ids if len(row) >= length]
+        found += [TrainingRow(tuple(row[:length])) for row in ids if len(row) >= length]
     return found[:most]
 
 
-def frequent(kinds: Sequence[Sequence[Row]], size: int, vocab_size: int, always: Sequence[int] = ()) -> list[int]:
+def frequent(
+    kinds: Sequence[Sequence[TrainingRow]], size: int, vocab_size: int, always: Sequence[int] = ()
+) -> list[int]:
     """The `size` most frequent tokens of several kinds of rows, in ascending order; those in `always` in any case.
 
     Every kind has the same weight, for any number of rows: tokens are ordered by the mean of their shares in the kinds.
@@ -107,7 +109,7 @@ def spread(kinds: Sequence[Sequence[T]]) -> list[T]:
     return [member for *_, member in sorted(placed, key=lambda each: each[:3])]
 
 
-class Store:
+class FeatureStore:
     """Rows with the target's states, one shard at a time, from files where they exist.
 
     Args:
@@ -123,7 +125,7 @@ class Store:
     def __init__(
         self,
         target: Loaded,
-        kinds: Sequence[Sequence[Row]],
+        kinds: Sequence[Sequence[TrainingRow]],
         *,
         length: int,
         cache: Path,
@@ -173,7 +175,7 @@ class Store:
         return rows.pick(chosen)
 
     @torch.inference_mode()
-    def _make(self, rows: Sequence[Row]) -> StateRows:
+    def _make(self, rows: Sequence[TrainingRow]) -> StateRows:
         size, device = self.length, self.target.device
         ids = torch.tensor([[*row.tokens[:size], *[0] * (size - len(row.tokens))] for row in rows], dtype=torch.int64)
         ends = torch.tensor([min(len(row.tokens), size) for row in rows]).unsqueeze(1)

@@ -14,7 +14,7 @@ from draftproof.backends.hf.backend import HFBackend
 from draftproof.training.eagle3_net import Eagle3Module, PEagleModule
 from draftproof.training.feature_head import make_feature_head
 from draftproof.training.feature_loss import Frame, steps, target_rows
-from draftproof.training.feature_rows import Row, Store
+from draftproof.training.feature_rows import FeatureStore, TrainingRow
 from support.helpers import CONFIGS, random_model
 from support.small_heads import job, random_net, write, write_texts
 
@@ -35,8 +35,8 @@ def script():
 def test_acceptance_is_that_of_the_loss(tmp_path, script, make, more, read):
     """At every position and place, the overlap of the rows that training computes."""
     target = HFBackend(random_model(CONFIGS["llama"]()), name="llama")
-    row = Row(tuple((7 + j * j) % 97 for j in range(14)), 2)
-    shard = Store(target, [[row]], length=14, cache=tmp_path, key="k", layers=[0, 1]).shard(0)
+    row = TrainingRow(tuple((7 + j * j) % 97 for j in range(14)), 2)
+    shard = FeatureStore(target, [[row]], length=14, cache=tmp_path, key="k", layers=[0, 1]).shard(0)
     net = random_net((0, 1), make=make, **more)
     frame = Frame(target.model.get_input_embeddings(), target.output_rows(net.ids).detach(), autocast=False)
     p = target_rows(shard, frame)

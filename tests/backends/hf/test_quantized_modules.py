@@ -16,7 +16,7 @@ from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.native_modules import QuantizedExperts
 from draftproof.backends.hf.quantized_modules import QuantizedLinear, quantizing
 from draftproof.backends.products import packed_linear as packed
-from draftproof.backends.products.packed_linear import Product
+from draftproof.backends.products.packed_linear import PackedLinear
 from draftproof.engine.registry import make_drafter, make_verifier
 from support.helpers import CONFIGS, RANGE, ROPE, random_model
 from support.native_levels import needs_native
@@ -174,7 +174,7 @@ def test_it_is_at_hand_for_drafter_auto():
 )
 def test_on_a_device_the_message_says_what_is_missing(change, words, monkeypatch):
     weight = torch.zeros(4, 64)
-    product = Product(weight, pack=False)
+    product = PackedLinear(weight, pack=False)
     monkeypatch.setattr(packed, *change)
     product.weight = OnDevice(weight)
     assert re.search(words, product.why_not_quantized(4))

@@ -14,7 +14,7 @@ import support
 from draftproof import Engine
 from draftproof.backends.base import Feed
 from draftproof.backends.cache.sessions import SlotSession
-from draftproof.backends.hf.tensor_parallel import ParallelCache, Row
+from draftproof.backends.hf.tensor_parallel import FeedRow, ParallelCache
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.bench.model_cache import ModelCache
@@ -156,7 +156,7 @@ def test_a_feed_arrives_as_it_was_sent():
     session = SlotSession(cache)
     session.read([3, 4], TokenTree.chain(torch.tensor([5, 6])))
     feed = Feed(session, [], TokenTree(torch.tensor([7]), (1,), 2))
-    got = Row.of(feed).feed(ParallelCache(noted.append))
+    got = FeedRow.of(feed).feed(ParallelCache(noted.append))
     assert (got.session.slot, got.session.length, got.session.stem) == (session.slot, 4, 2)
     assert (got.session.tail, got.tree.ids, got.tree.parents, got.tree.known) == ((-1, 0), (7,), (1,), 2)
     session.close()

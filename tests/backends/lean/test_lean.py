@@ -29,7 +29,7 @@ from draftproof.backends.lean.traits import LLAMA, traits_of
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.in_memory import backend_in_memory
 from draftproof.backends.loading.options import LoadOptions
-from draftproof.backends.products.packed_linear import Part, packs
+from draftproof.backends.products.packed_linear import LinearSlice, packs
 from draftproof.engine.registry import make_verifier
 from draftproof.models import resolve
 from draftproof.native.dispatch import VARIABLE
@@ -391,7 +391,7 @@ def test_packed_weights_are_not_held_twice(name):
     biases = sum(m.bias.numel() for m in model.modules() if getattr(m, "bias", None) is not None)
     LeanBackend(model)
     assert sum(weights.numel() for weights in model.parameters()) == whole - linear - head - biases
-    assert isinstance(model.model.layers[0].mlp.down_proj, Part)
+    assert isinstance(model.model.layers[0].mlp.down_proj, LinearSlice)
 
 
 def test_where_nothing_is_packed_parameters_are_views_of_the_fused_weights(monkeypatch):

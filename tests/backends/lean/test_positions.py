@@ -229,7 +229,7 @@ def test_the_row_test_sees_what_is_forgotten(forgotten, monkeypatch):
     def again(_self, feed, *, long):
         return feed, len(switching._rows(feed))
 
-    monkeypatch.setattr(switching.Switch, forgotten, again if forgotten == "_again" else lambda *_: None)
+    monkeypatch.setattr(switching.FactorSwitch, forgotten, again if forgotten == "_again" else lambda *_: None)
     with pytest.raises((AssertionError, ValueError)):  # the check at load sees it too, and ends the context
         test_every_row_around_the_length_is_that_of_a_pass_of_its_own(LENGTH - 2)
 

@@ -9,7 +9,7 @@ from draftproof.backends.base import Feed
 from draftproof.backends.hf.native_modules import natively
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
-from draftproof.backends.products.packed_linear import Part
+from draftproof.backends.products.packed_linear import LinearSlice
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.registry import make_drafter
 from support.packed_checkpoints import IDS, SHAPE, checkpoint, logits_of, off, read, round_rows
@@ -49,7 +49,7 @@ def test_logits_and_texts(family, method, most, tmp_path):
     session = backend.open()
     found = torch.cat([backend.forward([Feed(session, [token])])[0].logits for token in IDS])
     assert off(found, expected) < most
-    replaced = [each for each in backend.model.modules() if isinstance(each, Part)]
+    replaced = [each for each in backend.model.modules() if isinstance(each, LinearSlice)]
     assert len(replaced) == sum("_proj.weight" in name for name in model.state_dict())
     prompts = [IDS * 2, IDS[3:]]
     together = [out.token_ids for out in Engine(backend, NgramDrafter(), max_batch=2).generate(prompts, PLAIN)]

@@ -19,7 +19,7 @@ from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.quantization import quantization_fields, read_quantization
 from draftproof.batch.rows import RowOptions
 from draftproof.batch.run import settings_of
-from draftproof.batch.source import Source
+from draftproof.batch.source import RowSource
 from support.commands import call
 from support.helpers import tokenizer
 from support.quantized_models import GREEDY, PROMPTS, fp8, generated, original
@@ -253,7 +253,7 @@ def test_a_run_is_told_apart_by_what_a_file_says_and_not_by_its_name(checkpoint,
     for step in (0.5, 0.25):
         path.write_text(json.dumps({**ROUNDED, "step": step}), encoding="utf-8")
         engine = {"target": str(checkpoint), "quantization_config": str(path)}
-        made.append(settings_of(Source(rows), engine, RowOptions())["quantization_config"])
+        made.append(settings_of(RowSource(rows), engine, RowOptions())["quantization_config"])
     assert [each["step"] for each in made] == [0.5, 0.25]
     assert quantization_fields(RoundingConfig(step=0.5))["step"] == 0.5
 

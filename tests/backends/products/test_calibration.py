@@ -16,7 +16,7 @@ from draftproof.backends.lean.backend import LeanBackend, LeanForward
 from draftproof.backends.lean.native_layers import PRODUCTS
 from draftproof.backends.products import calibration
 from draftproof.backends.products.calibration import InputStatistics, write
-from draftproof.backends.products.packed_linear import Product
+from draftproof.backends.products.packed_linear import PackedLinear
 from draftproof.native.tensors import Interleaved, MeasuredInputs
 from support.native_levels import OPERATIONS, drawn, needs_native
 from support.uneven_models import WIDE, uneven_model
@@ -56,7 +56,7 @@ def test_what_outputs_lack_on_the_mean(bits, group, dtype, level):
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_mean_input_has_the_outputs_of_the_whole_weights(output, biased):
     weight, mean = drawn(3, 48, 128, dtype=torch.float32), torch.randn(128, generator=torch.Generator().manual_seed(4))
-    whole = Product(weight, torch.arange(48.0) if biased else None)
+    whole = PackedLinear(weight, torch.arange(48.0) if biased else None)
     known = MeasuredInputs(torch.ones(128), mean)
     for inputs, off in ((known, 0.02), (None, 0.2)):
         made = whole.quantized_output(4, None, inputs) if output else whole.quantized(4, inputs=inputs)
@@ -147,7 +147,7 @@ def test_the_models_own_cache_is_not_used():
 @needs_native
 def test_a_model_without_legal_logits_is_quantized_as_if_all_counted_alike():
     target = LeanBackend(uneven_model(), name="llama")
-    target.lean.head = Product(torch.full((97, WIDE["hidden_size"]), float("nan")))
+    target.lean.head = PackedLinear(torch.full((97, WIDE["hidden_size"]), float("nan")))
     assert list(write(target, [])) == []
     assert target.quantized(4).facts.bits == 4
     for wrong in (0.0, float("nan"), float("inf")):

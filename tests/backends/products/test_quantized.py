@@ -18,7 +18,7 @@ from draftproof.backends.products.packed_linear import (
     ROUGH_BITS,
     ROUGH_GROUP,
     ROUGH_SHARE,
-    Product,
+    PackedLinear,
     largest,
 )
 from draftproof.engine.registry import make_drafter, make_verifier, why_not
@@ -159,7 +159,7 @@ def test_outputs_are_computed_again_where_rows_are_short_or_equal_or_not_numbers
 def test_the_largest_outputs_of_a_4_bit_output_layer_are_the_whole_layers(with_bias, tied, dtype, level):
     outs, ins = 9001, 66
     weight, bias, x = (drawn(seed, *size, dtype=dtype) for seed, size in enumerate([(outs, ins), (outs,), (5, ins)]))
-    whole = Product(weight, bias if with_bias else None)
+    whole = PackedLinear(weight, bias if with_bias else None)
     rough, made = whole.quantized(4)(x), whole.quantized_output(4, weight if tied else None)(x)
     chosen = first_largest(rough, MORE_RESCORED if tied else RESCORED)
     assert torch.equal(made[~chosen], rough[~chosen])
@@ -184,7 +184,7 @@ def test_the_largest_outputs_of_a_4_bit_output_layer_are_the_whole_layers(with_b
 def test_a_large_output_layer_has_2_bits_where_rows_can_be_read_alone(blocked, dtype, level, monkeypatch):
     monkeypatch.setattr(packed, "ROUGH_OUTPUTS", 2000)
     weight, x = drawn(1, 2000, 66, dtype=dtype), drawn(2, 3, 66, dtype=dtype)
-    whole = Product(weight)
+    whole = PackedLinear(weight)
     made = whole.quantized_output(4, None if blocked else weight)
     assert made.weight.bits == (4 if blocked else ROUGH_BITS)
     if blocked:

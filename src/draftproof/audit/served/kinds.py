@@ -22,7 +22,7 @@ _MATCHES = (3, 2, 1)  # lengths of the passages that "lookup" matches, longest f
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScoredAnswer:
     """The contexts of one answer: logits for each sampled token, of a draft model too, and transforms."""
 
     prompt: Sequence[int]
@@ -45,7 +45,7 @@ class Answer:
 
 
 Rows = Float[Tensor, "tokens vocab"]
-Maker = Callable[[Answer, Rows], Rows]
+Maker = Callable[[ScoredAnswer, Rows], Rows]
 
 
 def _normalised(rows: Rows, otherwise: Rows) -> Rows:
@@ -55,13 +55,13 @@ def _normalised(rows: Rows, otherwise: Rows) -> Rows:
 
 
 def _tempered(power: float) -> Maker:
-    def made(_: Answer, p: Rows) -> Rows:
+    def made(_: ScoredAnswer, p: Rows) -> Rows:
         return _normalised((p / p.amax(-1, keepdim=True)).pow(power) * (p > 0), p)
 
     return made
 
 
-def _repeated(answer: Answer, p: Rows) -> Rows:
+def _repeated(answer: ScoredAnswer, p: Rows) -> Rows:
     text = [*answer.prompt, *answer.tokens]
     seen = torch.zeros_like(p)
     for row in range(p.shape[0]):
@@ -82,12 +82,12 @@ def looked_up(text: Sequence[int]) -> int | None:
     return None
 
 
-def _lookups(answer: Answer) -> list[int | None]:
+def _lookups(answer: ScoredAnswer) -> list[int | None]:
     text = [*answer.prompt, *answer.tokens]
     return [looked_up(text[: len(answer.prompt) + row]) for row in range(len(answer.tokens))]
 
 
-def _lookup(answer: Answer, p: Rows) -> Rows:
+def _lookup(answer: ScoredAnswer, p: Rows) -> Rows:
     made = p.clone()
     for row, token in enumerate(_lookups(answer)):
         if token is not None:
@@ -96,7 +96,7 @@ def _lookup(answer: Answer, p: Rows) -> Rows:
     return made
 
 
-def _no_lookup(answer: Answer, p: Rows) -> Rows:
+def _no_lookup(answer: ScoredAnswer, p: Rows) -> Rows:
     made = p.clone()
     for row, token in enumerate(_lookups(answer)):
         if token is not None:
@@ -104,7 +104,7 @@ def _no_lookup(answer: Answer, p: Rows) -> Rows:
     return _normalised(made, p)
 
 
-def _q(answer: Answer, p: Rows) -> Rows:
+def _q(answer: ScoredAnswer, p: Rows) -> Rows:
     return answer.rows(draft=True) if answer.draft is not None else p
 
 
@@ -114,7 +114,7 @@ def _wide_residual(steps: int) -> Maker:
     P is that of the last `steps` tokens, as if they had been drafted and accepted together.
     """
 
-    def made(answer: Answer, p: Rows) -> Rows:
+    def made(answer: ScoredAnswer, p: Rows) -> Rows:
         q = _q(answer, p)
         at = torch.tensor(list(answer.tokens)).unsqueeze(-1)
         log_ratio = (p.gather(-1, at) / q.gather(-1, at).clamp(min=1e-30)).clamp(1e-9, 1e9).log()
@@ -189,14 +189,14 @@ def _forgetting(count: int) -> Maker:
     return lambda answer, _: answer.rows(forgotten=count)
 
 
-def reference(answer: Answer) -> tuple[Rows, Rows]:
+def reference(answer: ScoredAnswer) -> tuple[Rows, Rows]:
     """p of each token, and p with a small share of the untransformed distribution, by which ratios are divided."""
     p = answer.rows()
     full = answer.logits.float().softmax(-1)
     return p, (1 - FLOOR) * p + FLOOR * full
 
 
-def ratios(answer: Answer, kinds: dict[str, Maker]) -> Float[Tensor, "tokens kinds"]:
+def ratios(answer: ScoredAnswer, kinds: dict[str, Maker]) -> Float[Tensor, "tokens kinds"]:
     """r/p of each sampled token under each kind; its mean under p is 1 at most, in every context."""
     p, mixed = reference(answer)
     at = torch.tensor(list(answer.tokens)).unsqueeze(-1)

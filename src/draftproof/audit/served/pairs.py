@@ -19,7 +19,7 @@ from draftproof.audit.served.checks import Check, checks_for, chosen, violations
 from draftproof.audit.served.client import Client, Refused, Reply
 from draftproof.audit.served.evidence import Wealth
 from draftproof.audit.served.kinds import looked_up
-from draftproof.audit.served.run import FAIL, OPEN, REFUSED, Finding, Options
+from draftproof.audit.served.run import FAIL, OPEN, REFUSED, CheckResult, ServerAuditOptions
 
 _STAKES = (0.9, 0.5, 0.2, -0.2, -0.5, -0.9)
 _RECENT = 8
@@ -96,12 +96,12 @@ class PairEvidence(Wealth):
 async def audit_pair(
     server: Client,
     reference: Client,
-    options: Options,
+    options: ServerAuditOptions,
     texts: Sequence[str],
     encode: Callable[[str], list[int]],
     *,
     progress: Callable[[str, int, int], None] = lambda *_: None,
-) -> tuple[dict[str, Any], list[Finding]]:
+) -> tuple[dict[str, Any], list[CheckResult]]:
     """All checks on a server that speculates, and on one without speculation of the same model.
 
     `budget` counts tokens of one server; `numerics` is the slack if it is a number, else 0.01. `encode` gives a text's
@@ -125,14 +125,14 @@ async def audit_pair(
 @dataclass(frozen=True)
 class _Pair:
     servers: tuple[Client, Client]
-    options: Options
+    options: ServerAuditOptions
     texts: Sequence[str]
     encode: Callable[[str], list[int]]
     alpha: float
     progress: Callable[[str, int, int], None]
 
-    async def finding(self, check: Check) -> Finding:
-        found, given = Finding(check), self.options.numerics
+    async def finding(self, check: Check) -> CheckResult:
+        found, given = CheckResult(check), self.options.numerics
         evidence = PairEvidence(float(given) if isinstance(given, int | float) else 0.01, self.options.max_tokens)
         try:
             await self._compare(found, evidence)
@@ -152,7 +152,7 @@ class _Pair:
             found.why = f"no difference found in {evidence.pairs} pairs of answers"
         return found
 
-    async def _compare(self, found: Finding, evidence: PairEvidence) -> None:
+    async def _compare(self, found: CheckResult, evidence: PairEvidence) -> None:
         number, check, most = 0, found.check, self.options.budget
         while found.tokens < most and evidence.p_value > self.alpha and not found.broken:
             batch = range(number, number + self.options.parallel)

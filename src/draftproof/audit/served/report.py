@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from draftproof.audit.served.run import FAIL, OK, REFUSED, Finding, Options, worst
+from draftproof.audit.served.run import FAIL, OK, REFUSED, CheckResult, ServerAuditOptions, worst
 from draftproof.errors import printable
 from draftproof.provenance import header
 from draftproof.results import table
@@ -21,9 +21,9 @@ class ServerReport:
 
     server: Mapping[str, Any]
     reference: str
-    options: Options
+    options: ServerAuditOptions
     prompts: Sequence[str]
-    findings: Sequence[Finding]
+    findings: Sequence[CheckResult]
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -88,7 +88,7 @@ _METHOD = (
 )
 
 
-def _row(finding: Finding) -> tuple[str, ...]:
+def _row(finding: CheckResult) -> tuple[str, ...]:
     evidence = finding.evidence
     kinds = evidence.get("kinds", [])
     shares = [one["excluded_share"] for one in kinds]
@@ -98,7 +98,7 @@ def _row(finding: Finding) -> tuple[str, ...]:
     return (finding.check.name, finding.verdict, *counts, p_value, excluded, printable(finding.why))
 
 
-def _details(finding: Finding) -> list[str]:
+def _details(finding: CheckResult) -> list[str]:
     lines = ["", f"## {finding.check.name}: {finding.verdict}", "", f"{finding.check.about}. {finding.why}."]
     if finding.left_out:
         lines += ["", f"{finding.left_out} answers were left out: their sampled tokens cannot be known."]

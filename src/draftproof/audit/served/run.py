@@ -13,7 +13,7 @@ import torch
 from draftproof.audit.served.checks import LONGEST_MINIMUM, Check, checks_for, chosen, violations
 from draftproof.audit.served.client import Client, Refused, Reply
 from draftproof.audit.served.evidence import SHARES, Evidence, needed_tokens
-from draftproof.audit.served.kinds import FLOOR, Answer, kinds_of, ratios, reference
+from draftproof.audit.served.kinds import FLOOR, ScoredAnswer, kinds_of, ratios, reference
 from draftproof.audit.served.records import Records
 from draftproof.audit.served.scoring import Reference, drifts, gaps, largest_change
 from draftproof.errors import UserError
@@ -28,7 +28,7 @@ _EXAMPLES = 3
 
 
 @dataclass(frozen=True)
-class Options:
+class ServerAuditOptions:
     """What an audit does.
 
     Attributes:
@@ -71,7 +71,7 @@ class Options:
 
 
 @dataclass
-class Finding:
+class CheckResult:
     """The result of one check."""
 
     check: Check
@@ -96,7 +96,7 @@ class Finding:
         return {"kind": "check", "check": self.check.name, "about": self.check.about, "fields": fields, **made}
 
 
-class Audit:
+class ServerAudit:
     """One audit.
 
     `rounded` are the same weights in the server's arithmetic, where that is not float32; answers are kept in `folder`,
@@ -107,7 +107,7 @@ class Audit:
         self,
         client: Client,
         right: Reference,
-        options: Options,
+        options: ServerAuditOptions,
         prompts: Sequence[str],
         *,
         rounded: Reference | None = None,
@@ -145,7 +145,7 @@ class Audit:
         total = torch.stack([answer.rows().mean(0) for answer in self._contexts(SamplingParams())]).mean(0)
         return [int(token) for token in total.topk(8).indices if int(token) not in self._right.ends][:3]
 
-    def _contexts(self, params: SamplingParams, *, rounded: bool = False) -> list[Answer]:
+    def _contexts(self, params: SamplingParams, *, rounded: bool = False) -> list[ScoredAnswer]:
         """The prompts' own tokens as if they had been sampled; used to measure, not to test."""
         model = self._rounded if rounded and self._rounded is not None else self._right
         starts = [max(1, len(prompt) // 3) for prompt in self._prompts]
@@ -154,7 +154,7 @@ class Audit:
         ]
         return model.read(params, [left for left, _ in pairs], [rest for _, rest in pairs])
 
-    async def run(self) -> list[Finding]:
+    async def run(self) -> list[CheckResult]:
         """All checks, one after another; a UserError where the server cannot be asked."""
         try:
             self.server = await self._client.start(self._prompts[0], self._texts[0])
@@ -169,8 +169,8 @@ class Audit:
         """Whether a check has a test; the form of answers and greedy tokens are looked at one by one."""
         return not check.form and check.fields.get("temperature") != 0
 
-    async def _check(self, check: Check, alpha: float) -> Finding:
-        finding = Finding(check)
+    async def _check(self, check: Check, alpha: float) -> CheckResult:
+        finding = CheckResult(check)
         params = check.params(self._options.max_tokens)
         kinds = kinds_of(params, drafted=self._right.draft is not None) if self._tested(check) else {}
         tie = self._measure(finding, params, alpha, kinds)
@@ -192,7 +192,7 @@ class Audit:
         self._conclude(finding, evidence, alpha)
         return finding
 
-    def _measure(self, finding: Finding, params: SamplingParams, alpha: float, kinds: Mapping[str, Any]) -> float:
+    def _measure(self, finding: CheckResult, params: SamplingParams, alpha: float, kinds: Mapping[str, Any]) -> float:
         """Fill in the slack of each kind and its detectable size; returns the tolerance of greedy tokens."""
         options = self._options
         exact = self._contexts(params)
@@ -247,7 +247,7 @@ class Audit:
 
     def _take(
         self,
-        finding: Finding,
+        finding: CheckResult,
         params: SamplingParams,
         numbers: Sequence[int],
         replies: Sequence[Reply],
@@ -290,7 +290,7 @@ class Audit:
                     ],
                 )
 
-    def _note(self, finding: Finding, number: int, broken: Sequence[str]) -> None:
+    def _note(self, finding: CheckResult, number: int, broken: Sequence[str]) -> None:
         if broken and len(finding.examples) < _EXAMPLES:
             finding.examples.append(self._request(finding.check, number))
         finding.broken += [f"answer {number}: {what}" for what in broken]
@@ -307,7 +307,7 @@ class Audit:
         one = self._right.ends if len(self._right.ends) == 1 else ()
         return reply.tokens if not ended or not one or reply.tokens[-1:] == one else (*reply.tokens, *one)
 
-    def _decided(self, finding: Finding, evidence: Evidence, alpha: float) -> bool:
+    def _decided(self, finding: CheckResult, evidence: Evidence, alpha: float) -> bool:
         if finding.broken:
             return True
         if not evidence.kinds or not evidence.tokens:
@@ -317,7 +317,7 @@ class Audit:
         suspected = evidence.log_e_value > 0  # the bets are ahead: a kind judged too subtle may show with more tokens
         return not suspected and not self._left(evidence, self._detectable(finding))
 
-    def _detectable(self, finding: Finding) -> list[str]:
+    def _detectable(self, finding: CheckResult) -> list[str]:
         """The kinds of faults that the budget is enough for, in the stated share."""
         return [
             kind for kind, tokens in finding.needed.items() if tokens is not None and tokens <= self._options.budget
@@ -328,7 +328,7 @@ class Audit:
         known = {one.kind: one.share for one in evidence.known(self._options.beta)}
         return [kind for kind in kinds if (known[kind] or 1.0) > self._options.share]
 
-    def _conclude(self, finding: Finding, evidence: Evidence, alpha: float) -> None:
+    def _conclude(self, finding: CheckResult, evidence: Evidence, alpha: float) -> None:
         options = self._options
         if evidence.kinds:
             finding.evidence = evidence.to_dict(options.beta) | {"alpha": alpha}
@@ -359,12 +359,12 @@ class Audit:
             finding.why += f"; too subtle for this budget: {', '.join(rest)}" if rest else ""
 
 
-def settle(options: Options) -> str | None:
+def settle(options: ServerAuditOptions) -> str | None:
     """The dtype of the second copy of the weights that an audit with these options needs; None for none."""
     return options.numerics if isinstance(options.numerics, str) and options.numerics != "float32" else None
 
 
-def worst(findings: Sequence[Finding]) -> str:
+def worst(findings: Sequence[CheckResult]) -> str:
     """The verdict on the server: "FAIL" if a check failed, else "open" if one is, else "ok"."""
     verdicts = [finding.verdict for finding in findings]
     if FAIL in verdicts:

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof import models
-from draftproof.audit.served.kinds import FLOOR, Answer, Maker, reference
+from draftproof.audit.served.kinds import FLOOR, Maker, ScoredAnswer, reference
 from draftproof.backends.base import Backend, outputs_along
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
@@ -83,7 +83,7 @@ class Reference:
     @torch.inference_mode()
     def read(
         self, params: SamplingParams, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
-    ) -> list[Answer]:
+    ) -> list[ScoredAnswer]:
         """The contexts of some answers, in one forward pass."""
         for answer in answers:
             bad = next((token for token in answer if not 0 <= token < self.target.vocab_size), None)
@@ -95,7 +95,7 @@ class Reference:
         rows = _rows(self.target, prompts, answers)
         drafted = _rows(self.draft, prompts, answers) if self.draft is not None else [None] * len(rows)
         return [
-            Answer(prompt, tuple(answer), logits, small, self.bind(params, prompt))
+            ScoredAnswer(prompt, tuple(answer), logits, small, self.bind(params, prompt))
             for prompt, answer, logits, small in zip(prompts, answers, rows, drafted, strict=True)
         ]
 
@@ -106,7 +106,7 @@ def _rows(
     return [each.logits.float().cpu() for each in outputs_along(backend, prompts, [answer[:-1] for answer in answers])]
 
 
-def gaps(answer: Answer) -> list[Gap]:
+def gaps(answer: ScoredAnswer) -> list[Gap]:
     """Where a greedy answer leaves the most likely token."""
     best = answer.rows().argmax(-1)
     at = torch.tensor(list(answer.tokens))
@@ -117,7 +117,9 @@ def gaps(answer: Answer) -> list[Gap]:
     ]
 
 
-def drifts(right: Sequence[Answer], rounded: Sequence[Answer], kinds: Mapping[str, Maker]) -> dict[str, float]:
+def drifts(
+    right: Sequence[ScoredAnswer], rounded: Sequence[ScoredAnswer], kinds: Mapping[str, Maker]
+) -> dict[str, float]:
     """By how much the mean of r/p differs from 1 under rounded probabilities: the mean absolute value over contexts."""
     sums = dict.fromkeys(kinds, 0.0)
     count = 0
@@ -131,7 +133,7 @@ def drifts(right: Sequence[Answer], rounded: Sequence[Answer], kinds: Mapping[st
     return {name: total / max(count, 1) for name, total in sums.items()}
 
 
-def largest_change(right: Sequence[Answer], rounded: Sequence[Answer]) -> float:
+def largest_change(right: Sequence[ScoredAnswer], rounded: Sequence[ScoredAnswer]) -> float:
     """The largest difference of two logits' distance between both arithmetics, among likely tokens."""
     most = 0.0
     for exact, other in zip(right, rounded, strict=True):

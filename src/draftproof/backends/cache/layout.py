@@ -14,7 +14,7 @@ from draftproof.accelerator import sent
 from draftproof.backends.base import Feed, FeedOutput
 from draftproof.backends.cache.sessions import SlotSession
 from draftproof.backends.cache.slot_cache import WritePlan
-from draftproof.backends.cache.windows import Chunk
+from draftproof.backends.cache.windows import ChunkedWindow
 from draftproof.tree import TokenTree
 
 
@@ -125,7 +125,7 @@ class Layout:
 
         It is [rows, 1, width, horizon], or where packed [tokens, horizon]. A chain token sees every slot up to its own;
         a node sees the stem and its ancestors; padding sees slot 0, so that no row of a softmax is empty. With a window
-        only positions closer than `window` are seen, with a `Chunk` those in the same chunk.
+        only positions closer than `window` are seen, with a `ChunkedWindow` those in the same chunk.
         """
         horizon = self.plan.horizon
         slots = torch.arange(horizon, device=self.device)
@@ -138,7 +138,9 @@ class Layout:
             ours, theirs = self.positions.view(-1, 1), slots
             if not self.straight:
                 theirs = self.key_positions.repeat_interleave(sent(self.sizes, self.device, torch.int64), 0)
-            allowed &= ours // window == theirs // window if isinstance(window, Chunk) else ours - theirs < window
+            allowed &= (
+                ours // window == theirs // window if isinstance(window, ChunkedWindow) else ours - theirs < window
+            )
             allowed[..., 0] |= ~allowed.any(-1)
         blocked = additive(allowed, dtype)
         return blocked if self.packed else blocked.view(len(self.feeds), 1, self.width, horizon)

@@ -34,7 +34,7 @@ _FACTORIES = {
 ONE_AT_A_TIME = threading.Lock()  # functions of modules are replaced meanwhile
 
 
-class Chunk(int):
+class ChunkedWindow(int):
     """The size of chunks, in place of a window: only positions in the same chunk are seen."""
 
 
@@ -56,7 +56,7 @@ class Windows:
 
     def _window(self, kind: str) -> int | None:
         if kind == CHUNKED:
-            return Chunk(self.config.attention_chunk_size)
+            return ChunkedWindow(self.config.attention_chunk_size)
         return self.config.sliding_window if kind == SLIDING else None
 
 

@@ -21,7 +21,7 @@ from draftproof.backends.lean.attention import Pass
 from draftproof.backends.lean.layers import Layer, Norm, in_order
 from draftproof.backends.lean.native_layers import native_layers
 from draftproof.backends.lean.rotary import Rope
-from draftproof.backends.products.packed_linear import Product
+from draftproof.backends.products.packed_linear import PackedLinear
 from draftproof.errors import UserError
 
 _KIND = "full_attention"
@@ -35,10 +35,10 @@ class LeanNet(LayeredNet):
         self.width = config.hidden_size
         self.embed = target.embed
         self.ids = None if config.ids == target.vocab_size else net.ids
-        output = Product(target.output_rows(net.ids) if net.output is None else net.output.weight.detach())
+        output = PackedLinear(target.output_rows(net.ids) if net.output is None else net.output.weight.detach())
         self.logits = output
         self._states, self._embedded, self._last = (Norm(_norm(net.norms[place])) for place in (0, 1, 4))
-        self._fuse = Product(net.fuse.weight.detach())
+        self._fuse = PackedLinear(net.fuse.weight.detach())
         layer = Layer(_llama_layer(net), 0, _KIND)
         if bits is not None:
             if native_layers([layer]) is None or self._fuse.layout != "native":

@@ -43,7 +43,7 @@ def _rotary(model: nn.Module) -> list[Any]:
     return [module for module, kind in kinds if kind == "longrope"]
 
 
-def switch_of(model: nn.Module) -> Switch | None:
+def switch_of(model: nn.Module) -> FactorSwitch | None:
     """The length past which a model takes other factors, as it is read at each pass; None for most models."""
     found = _rotary(model)
     if not found or not all(LENGTH in (getattr(each.config, "rope_parameters", None) or {}) for each in found):
@@ -53,7 +53,7 @@ def switch_of(model: nn.Module) -> Switch | None:
             module.follows_passes = True
             module.register_forward_pre_hook(_show_length, with_kwargs=True)
             module.register_forward_hook(_hide_length)
-    return Switch(found[0].config)
+    return FactorSwitch(found[0].config)
 
 
 def _show_length(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:  # noqa: ARG001
@@ -84,7 +84,7 @@ def _forcing(forced: _Forced) -> Iterator[None]:
         _FORCED.reset(token)
 
 
-class Switch:
+class FactorSwitch:
     """The passes of a model with two sets of rotary factors."""
 
     def __init__(self, config: Any) -> None:

@@ -19,7 +19,7 @@ from draftproof import native
 from draftproof.backends.hf.truncate import put, shallow
 from draftproof.backends.model_info import PACKED, quantization_method
 from draftproof.backends.products.linear_layers import linear_layers, matrix_of
-from draftproof.backends.products.packed_linear import GROUP, Part
+from draftproof.backends.products.packed_linear import GROUP, LinearSlice
 from draftproof.native.operations import Operations
 from draftproof.native.tensors import Interleaved, Quantized
 
@@ -56,7 +56,7 @@ def natively(model: Any) -> Any:
 
 def multiplies_natively(model: Any) -> bool:
     """Whether products of a model are native: those of a copy by `natively`, or of packed weights."""
-    return any(_is_native(each) or isinstance(each, Part) for each in model.modules())
+    return any(_is_native(each) or isinstance(each, LinearSlice) for each in model.modules())
 
 
 def _may_be_copied(model: Any) -> bool:

@@ -22,7 +22,7 @@ from draftproof.backends.model_info import quantization_method
 from draftproof.backends.products.calibration import MEASURED_BITS, InputStatistics, MeasuredLinear
 from draftproof.backends.products.calibration_files import measure
 from draftproof.backends.products.linear_layers import linear_layers, matrix_of
-from draftproof.backends.products.packed_linear import Product
+from draftproof.backends.products.packed_linear import PackedLinear
 from draftproof.errors import UserError, reason
 from draftproof.native.tensors import BITS, MeasuredInputs
 
@@ -37,7 +37,7 @@ class QuantizedLinear(nn.Module):
 
     Args:
         weight: of the layer; still shown as its weight, for modules that look at it.
-        output: whether it is the model's output layer (`Product.quantized_output`).
+        output: whether it is the model's output layer (`PackedLinear.quantized_output`).
         inputs: what is known of its inputs; by default the errors of all weights count alike.
     """
 
@@ -54,7 +54,7 @@ class QuantizedLinear(nn.Module):
         self.weight = weight
         self.bias = bias
         self.out_features, self.in_features = weight.shape
-        whole = Product(weight.detach(), None if bias is None else bias.detach())
+        whole = PackedLinear(weight.detach(), None if bias is None else bias.detach())
         if output:
             self.product = whole.quantized_output(bits, weight.detach(), inputs)
         else:
@@ -149,7 +149,7 @@ def _why_not(model: Any, layers: dict[str, Any], bits: int) -> str | None:
         return f"its linear layers have several kinds of weights ({shown})"
     matrices = [matrix for each in layers.values() if (matrix := matrix_of(each)) is not None]
     if weights[0].device.type != "cpu":
-        return Product(matrices[0], pack=False).why_not_quantized(bits)
+        return PackedLinear(matrices[0], pack=False).why_not_quantized(bits)
     if native.operations_for(weights[0]) is None:
         return f"there are no native products of {weights[0].dtype} here (and DRAFTPROOF_NATIVE must not be 0)"
     return None

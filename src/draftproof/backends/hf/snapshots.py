@@ -25,9 +25,9 @@ from draftproof.backends.cache.sessions import SlotSession
 from draftproof.backends.cache.slot_cache import CacheView, SlotCache
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.probe import Probe
-from draftproof.backends.recurrent.mixers import Continuation, continuation, in_pieces, mixers_of
+from draftproof.backends.recurrent.mixers import ResumedMixers, continuation, in_pieces, mixers_of
 from draftproof.backends.recurrent.recurrences import follow_passes, in_pass
-from draftproof.backends.recurrent.states import Group, State, StateView
+from draftproof.backends.recurrent.states import RowGroup, State, StateView
 from draftproof.errors import UserError
 from draftproof.tree import TokenTree
 
@@ -173,7 +173,7 @@ class SnapshotBackend(HFBackend):
         """Whether recurrent layers read one token at a time after a state."""
         return self._goes_on.stepwise
 
-    def _continuation(self, model: Any) -> Continuation:
+    def _continuation(self, model: Any) -> ResumedMixers:
         return continuation(model, self._mixers)
 
     def _probe(self) -> Probe:
@@ -227,7 +227,7 @@ class SnapshotBackend(HFBackend):
     def _inputs(self, layout: Layout, view: CacheView) -> dict[str, Any]:
         return {self._cache_name: view} if self._states_only else super()._inputs(layout, view)
 
-    def _groups(self, feeds: Sequence[Feed]) -> list[Group]:
+    def _groups(self, feeds: Sequence[Feed]) -> list[RowGroup]:
         """Rows that recurrent layers read together: as many tokens and drafts, and all after a state or none."""
         found: dict[tuple[int, int, bool], list[int]] = {}
         for row, feed in enumerate(feeds):
@@ -239,7 +239,7 @@ class SnapshotBackend(HFBackend):
             ends = {mark or total, total}
             if self.stepwise:
                 ends |= set(range(chain if fresh else 1, total))
-            groups.append(Group(rows, tuple(sorted(ends)), mark, [self._session(feeds[row]).state for row in rows]))
+            groups.append(RowGroup(rows, tuple(sorted(ends)), mark, [self._session(feeds[row]).state for row in rows]))
         return groups
 
     @staticmethod

@@ -51,7 +51,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Row:
+class FeedRow:
     """A feed without its session."""
 
     slot: int
@@ -63,7 +63,7 @@ class Row:
     known: int = 0
 
     @classmethod
-    def of(cls, feed: Feed) -> Row:
+    def of(cls, feed: Feed) -> FeedRow:
         """Of a feed."""
         session, tree = feed.session, feed.tree
         assert isinstance(session, SlotSession), "checked by SlotBackend.forward"
@@ -76,13 +76,13 @@ class Row:
         tree = None
         if self.nodes is not None:
             tree = TokenTree(torch.tensor(self.nodes, dtype=torch.int64), self.parents, self.known)
-        return Feed(_Followed(cache, self), list(self.chain), tree)
+        return Feed(_FollowedSession(cache, self), list(self.chain), tree)
 
 
-class _Followed(SlotSession):
+class _FollowedSession(SlotSession):
     """What a layout reads of a session of process 0."""
 
-    def __init__(self, cache: SlotCache, row: Row) -> None:
+    def __init__(self, cache: SlotCache, row: FeedRow) -> None:
         self.cache = cache
         self._is_lent = True
         self.slot = row.slot
@@ -91,22 +91,22 @@ class _Followed(SlotSession):
 
 
 @dataclass(frozen=True)
-class Pass:
+class ParallelPass:
     """A forward pass."""
 
     backend: int
     changes: Sequence[tuple[int, Change]]  # of each model's slots since the last pass
-    rows: Sequence[Row]
+    rows: Sequence[FeedRow]
 
 
 @dataclass
-class Group:
+class ProcessGroup:
     """The processes that share models."""
 
     size: int
     rank: int
     control: Any
-    backends: list[ParallelBackend] = field(default_factory=list)  # models in the order in which they were loaded
+    backends: list[TensorParallelBackend] = field(default_factory=list)  # models in the order in which they were loaded
     # of slots since the last pass, by number of the model
     changes: list[tuple[int, Change]] = field(default_factory=list)
     # held while a pass is computed: passes of several models take turns
@@ -118,11 +118,11 @@ class Group:
         """Whether this process is the one that has the engine."""
         return self.rank == 0
 
-    def send(self, message: Load | Pass | None) -> None:
+    def send(self, message: Load | ParallelPass | None) -> None:
         """Tell the other processes what to do; None ends them."""
         torch.distributed.broadcast_object_list([message], src=0, group=self.control)
 
-    def load(self, source: str, options: Any, load: Callable[..., Any]) -> ParallelBackend:
+    def load(self, source: str, options: Any, load: Callable[..., Any]) -> TensorParallelBackend:
         """Load a model together."""
         with self.lock, self._whole():
             self.send(Load(source, options))
@@ -144,7 +144,7 @@ class Group:
 
         said = attempt(lambda: load(source, options))
         if not said:  # all check the model at once, as its passes need all of them
-            said = attempt(lambda: ParallelBackend(made[0], self, name=source))
+            said = attempt(lambda: TensorParallelBackend(made[0], self, name=source))
         if not said:
             self.backends.append(made[1])
         return said
@@ -155,11 +155,11 @@ class Group:
         return next(filter(None, every), "")
 
     @contextmanager
-    def passing(self, backend: ParallelBackend, layout: Layout) -> Iterator[None]:
+    def passing(self, backend: TensorParallelBackend, layout: Layout) -> Iterator[None]:
         """Let the others compute a pass of this layout, while this process computes its part."""
         with self.lock, self._whole():
             changes, self.changes = self.changes, []
-            self.send(Pass(self.backends.index(backend), changes, [Row.of(feed) for feed in layout.feeds]))
+            self.send(ParallelPass(self.backends.index(backend), changes, [FeedRow.of(feed) for feed in layout.feeds]))
             yield
 
     @contextmanager
@@ -199,12 +199,12 @@ class Group:
             raise UserError(f"process {self.rank} of {self.size} cannot go on: {reason(error)}") from error
         self._part()
 
-    def _received(self) -> Load | Pass | None:
-        message: list[Load | Pass | None] = [None]
+    def _received(self) -> Load | ParallelPass | None:
+        message: list[Load | ParallelPass | None] = [None]
         torch.distributed.broadcast_object_list(message, src=0, group=self.control)
         return message[0]
 
-    def _do(self, message: Load | Pass, load: Callable[..., Any]) -> None:
+    def _do(self, message: Load | ParallelPass, load: Callable[..., Any]) -> None:
         if isinstance(message, Load):
             self._load(load, message.source, message.options)  # an error is raised in process 0
             return
@@ -246,7 +246,7 @@ def is_launched() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
 
 
-def join(size: int) -> Group:
+def join(size: int) -> ProcessGroup:
     """This process's place among those that the launcher started.
 
     Raises:
@@ -266,13 +266,13 @@ def join(size: int) -> Group:
 
 
 @functools.cache
-def _joined(size: int) -> Group:
+def _joined(size: int) -> ProcessGroup:
     device = _device()
     kinds = {"cpu": "gloo", device.type: torch.distributed.get_default_backend_for_device(device)}
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
     torch.distributed.init_process_group(",".join(f"{kind}:{backend}" for kind, backend in kinds.items()))
-    group = Group(size, torch.distributed.get_rank(), torch.distributed.new_group(backend="gloo", timeout=_LONG))
+    group = ProcessGroup(size, torch.distributed.get_rank(), torch.distributed.new_group(backend="gloo", timeout=_LONG))
     if group.leads:
         atexit.register(group.end)
     return group
@@ -326,7 +326,7 @@ class ParallelCache(SlotCache):
         return made
 
 
-class ParallelBackend(HFBackend):
+class TensorParallelBackend(HFBackend):
     """One process's part of a transformers model, which computes passes together with the other parts.
 
     Drafters that read the target's own weights or states are refused: they would need passes of their own.
@@ -334,7 +334,7 @@ class ParallelBackend(HFBackend):
 
     whole_keys = False
 
-    def __init__(self, model: Any, group: Group, *, name: str) -> None:
+    def __init__(self, model: Any, group: ProcessGroup, *, name: str) -> None:
         self._group = group
         self._number = len(group.backends)
         self._is_ready = False
@@ -364,7 +364,7 @@ class ParallelBackend(HFBackend):
             return super()._compute(layout, hidden=hidden)
 
     @torch.inference_mode()
-    def repeat(self, rows: Sequence[Row]) -> None:
+    def repeat(self, rows: Sequence[FeedRow]) -> None:
         """Compute this process's part of a pass of process 0."""
         layout = Layout([row.feed(self._cache) for row in rows], self.device)
         self._cache.claim(layout.plan.slots, layout.plan.ends)

@@ -74,7 +74,7 @@ class Pass:
         return self.cos.narrow(-1, start, heads.dim), self.sin.narrow(-1, start, heads.dim)
 
 
-class Cells:
+class SlotSpan:
     """Keys and values of neighbouring slots, and where the tokens of a pass are written.
 
     Args:
@@ -213,7 +213,7 @@ class TorchAttention:
         """See `Attention`."""
         heads = self.heads
         cos, sin = at.angles(heads)
-        if isinstance(at.cache, Cells):
+        if isinstance(at.cache, SlotSpan):
             keys, values = at.cache.stores(layer)
             turned = turned_and_written(fused, cos, sin, keys, values, at.cache.slots, at.cache.places)
             keys, values = at.cache.read(layer)

@@ -86,7 +86,7 @@ class LeanForward(SlotBackend):
 
     @property
     def products(self) -> str:
-        """Which layout its products have, as `Product` names them."""
+        """Which layout its products have, as `PackedLinear` names them."""
         return self.lean.head.layout
 
     @property

@@ -22,7 +22,7 @@ from draftproof.accelerator import sent
 from draftproof.backends.base import Feed
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_cache import SlotCache
-from draftproof.backends.lean.attention import Cells, Pass
+from draftproof.backends.lean.attention import Pass, SlotSpan
 from draftproof.backends.lean.backend import LeanBackend, LeanForward
 from draftproof.backends.lean.layers import Lean
 from draftproof.backends.model_info import ModelInfo, input_device
@@ -138,7 +138,7 @@ def _pass_of(lean: Lean, layers: tuple[int, ...], *, neighbours: bool) -> Run:
         ids, slots = given["ids"], given["slots"]
         rows, _, _, horizon = given[lean.layers[0].kind].shape
         read = None if neighbours else slots.view(rows, -1)[:, 0]
-        buffers = Cells(keys, values, slots, given["places"], horizon, read)
+        buffers = SlotSpan(keys, values, slots, given["places"], horizon, read)
         at = Pass(rows, ids.shape[0] // rows, given["cos"], given["sin"], buffers, None)
         x = lean.enter(ids)
         taken = [x.clone()] if 0 in layers else []  # clones: layers may overwrite x

@@ -1,7 +1,7 @@
 """The lean forward of models with recurrent layers, over a transformers model whose weights stay where they are.
 
 Layers have attention, a mixer that keeps a recurrent state, or both side by side, and then a gated part. A family says
-under which names these are (`Family`); what a mixer is, its own parts say (`mixers`).
+under which names these are (`FamilyNames`); what a mixer is, its own parts say (`mixers`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from draftproof.backends.lean.traits import (
     order_in_heads,
     padded_frequencies,
 )
-from draftproof.backends.products.packed_linear import Product
+from draftproof.backends.products.packed_linear import PackedLinear
 
 
 @dataclass(frozen=True)
-class Family:
+class FamilyNames:
     """Names of a family's parts.
 
     Attributes:
@@ -71,7 +71,7 @@ class Family:
 _PROJECTED = ("gate_proj", "up_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 FAMILIES = (
-    Family(
+    FamilyNames(
         ("operator_norm", "ffn_norm"),
         "embedding_norm",
         "conv",
@@ -81,8 +81,8 @@ FAMILIES = (
         out="out_proj",
         turned=("q_layernorm", "k_layernorm"),
     ),
-    Family(_NORMS, "norm", "linear_attn", "mlp", _PROJECTED, "down_proj", turned=("q_norm", "k_norm")),
-    Family(
+    FamilyNames(_NORMS, "norm", "linear_attn", "mlp", _PROJECTED, "down_proj", turned=("q_norm", "k_norm")),
+    FamilyNames(
         _NORMS,
         "norm",
         "mamba",
@@ -96,7 +96,7 @@ FAMILIES = (
             "residual": "residual_multiplier",
         },
     ),
-    Family(
+    FamilyNames(
         ("input_layernorm", "pre_ff_layernorm"),
         "final_layernorm",
         "mamba",
@@ -118,7 +118,7 @@ FAMILIES = (
 """LFM2; Qwen3-Next and Qwen3.5; Granite 4; Falcon-H1."""
 
 
-def _family_of(inner: Any) -> Family:
+def _family_of(inner: Any) -> FamilyNames:
     layers = inner._modules.get("layers") or ()  # noqa: SLF001 - has no public name
     names = {name for layer in layers for name, _ in layer.named_children()}
     for family in FAMILIES:
@@ -136,7 +136,7 @@ class _Factors:
         family: says where they are.
     """
 
-    def __init__(self, owner: Any, family: Family) -> None:
+    def __init__(self, owner: Any, family: FamilyNames) -> None:
         self._owner = owner
         self._paths = family.factors
 
@@ -253,9 +253,9 @@ class HybridLayer:
 
     mixed = made = sinks = None  # no family has these
     gates_natively = True
-    products: Mapping[str, Product] = MappingProxyType({})  # all are native
+    products: Mapping[str, PackedLinear] = MappingProxyType({})  # all are native
 
-    def __init__(self, layer: Any, number: int, family: Family, traits: Traits, *, heads: Heads) -> None:
+    def __init__(self, layer: Any, number: int, family: FamilyNames, traits: Traits, *, heads: Heads) -> None:
         factors = _Factors(layer, family)
         self.number = number
         self.kind = FULL
@@ -269,7 +269,7 @@ class HybridLayer:
         self.attention = NativeAttention(heads, operations)
         self.gates = 0
         self.qkv: Joint | None = None
-        self.out: Product | None = None
+        self.out: PackedLinear | None = None
         self.turned: Norm | WholeNorm | None = None
         if _has(layer, "self_attn"):
             self._read_attention(layer.self_attn, family, factors)
@@ -279,7 +279,7 @@ class HybridLayer:
         self.factors = factors["residual"] * factors["attended"], factors["residual"] * factors["down"]
         self.inner = 0
         self.gate_up: Joint | None = None
-        self.down: Product | None = None
+        self.down: PackedLinear | None = None
         gated = getattr(layer, family.gated)
         self.mixture: Mixture | None = None
         experts = getattr(layer, family.experts) if _has(layer, family.experts) else gated
@@ -290,7 +290,7 @@ class HybridLayer:
         if gated is not experts or self.mixture is None:
             self._read_gated(gated, family, factors["gates"])
 
-    def _read_attention(self, attention: Any, family: Family, factors: _Factors) -> None:
+    def _read_attention(self, attention: Any, family: FamilyNames, factors: _Factors) -> None:
         heads, modules = self.heads, [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
         wide, turned, keys = (
             heads.queries * heads.dim,
@@ -315,7 +315,7 @@ class HybridLayer:
         self.gates = parts[-1].numel()
         self.turned = norm_of_heads([getattr(attention, name) for name in family.turned], heads, self.traits)
 
-    def _read_gated(self, gated: Any, family: Family, by: float) -> None:
+    def _read_gated(self, gated: Any, family: FamilyNames, by: float) -> None:
         if not all(_has(gated, name) for name in (*family.gates, family.down)):
             raise UnreadError(f"its {type(gated).__name__} has parts that are not known together here")
         for name in ("act_fn", "activation"):

@@ -13,7 +13,7 @@ from draftproof import native
 from draftproof.backends.hf.quantized_modules import QuantizedLinear
 from draftproof.backends.lean.mixture import linear_arguments
 from draftproof.backends.lean.traits import UnreadError, is_stock
-from draftproof.backends.products.packed_linear import Part, PlainProduct, Product
+from draftproof.backends.products.packed_linear import LinearSlice, PackedLinear, PlainProduct
 from draftproof.native.structures import MOST_INPUTS, InputsArguments
 
 _SMALL = 1 << 18  # numbers of a weight for which a matrix unit gains little
@@ -33,7 +33,7 @@ class Joint:
 
     def __init__(
         self,
-        products: Sequence[Product],
+        products: Sequence[PackedLinear],
         order: Int[Tensor, " places"] | None = None,
         factors: Float32[Tensor, " places"] | None = None,
     ) -> None:
@@ -59,7 +59,7 @@ class Joint:
         return self  # C has its addresses, and nothing changes it
 
     @classmethod
-    def of(cls, product: Product | Joint) -> Joint:
+    def of(cls, product: PackedLinear | Joint) -> Joint:
         """A product alone."""
         return product if isinstance(product, Joint) else cls([product])
 
@@ -81,7 +81,7 @@ class Joint:
             UnreadError: a layer that native code cannot read.
         """
         starts: dict[int, int] = {}
-        products, rows = list[Product](), list[Tensor]()
+        products, rows = list[PackedLinear](), list[Tensor]()
         for module in modules:
             product, mine = product_of_layer(module)
             if id(product) not in starts:
@@ -92,13 +92,13 @@ class Joint:
         return cls(products, every if order is None else every[order], factors)
 
 
-def product_of_layer(module: Any) -> tuple[Product, Int[Tensor, " outs"]]:
+def product_of_layer(module: Any) -> tuple[PackedLinear, Int[Tensor, " outs"]]:
     """The product that a linear layer is part of, and which of its outputs are the layer's.
 
     Raises:
         UnreadError: native code cannot read it.
     """
-    if isinstance(module, Part):
+    if isinstance(module, LinearSlice):
         return module.product, module.outputs
     if isinstance(module, QuantizedLinear):
         return module.product, torch.arange(module.product.weight.outs)
@@ -112,7 +112,7 @@ def product_of_layer(module: Any) -> tuple[Product, Int[Tensor, " outs"]]:
     return PlainProduct(module.weight.detach(), bias), torch.arange(len(module.weight))
 
 
-def whole_product(module: Any) -> Product:
+def whole_product(module: Any) -> PackedLinear:
     """The product that a linear layer is, with all its outputs in order.
 
     Raises:

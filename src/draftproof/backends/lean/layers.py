@@ -32,7 +32,7 @@ from draftproof.backends.lean.rotary import Rope, Rotary
 from draftproof.backends.lean.traits import ACTIVATIONS, LLAMA, Traits, eps_of
 from draftproof.backends.products.calibration import MEASURED_BITS, InputStatistics, MeasuredProduct
 from draftproof.backends.products.calibration_files import measure
-from draftproof.backends.products.packed_linear import Product, fuse, operations_for_stored, product_of
+from draftproof.backends.products.packed_linear import PackedLinear, fuse, operations_for_stored, product_of
 from draftproof.errors import UserError
 from draftproof.native.ggml import StoredMatrix
 from draftproof.native.operations import Operations
@@ -128,7 +128,7 @@ class Lean:
         """The same with quantized weights, made in steps: None after each step, and at last the result.
 
         `write` lets a form of the model that measures its inputs write a text (`calibration.write`). By default the
-        output layer has as many bits as are enough for a draft (`Product.quantized_output`).
+        output layer has as many bits as are enough for a draft (`PackedLinear.quantized_output`).
 
         Raises:
             UserError: another number of bits, or layers that are not native; before the first step.
@@ -380,7 +380,7 @@ class Layer:
             self.down = fuse(layer.mlp, ["down_proj"], pack=pack)
 
     @property
-    def products(self) -> dict[str, Product]:
+    def products(self) -> dict[str, PackedLinear]:
         """All its products but those of experts, by name."""
         return {name: getattr(self, name) for name in PRODUCTS[: 4 if self.mixture is None else 2]}
 
@@ -448,7 +448,7 @@ class Layer:
             return self._added(self.mixture, given, x, self.made)
         return self._added(self.down, self.gated(self.gate_up(given)), x, self.made)
 
-    def _added(self, product: Product | Mixture, given: Tensor, x: Tensor, norm: Norm | None) -> Tensor:
+    def _added(self, product: PackedLinear | Mixture, given: Tensor, x: Tensor, norm: Norm | None) -> Tensor:
         """x with what a part adds to it: a product, normed and scaled where the family does that."""
         if norm is None and self.traits.residual == 1.0:
             return product.onto(given, x)

@@ -27,7 +27,7 @@ _NUMBERS = {"A_log", "dt_bias"}
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class MixerParts:
     """What a module is made of, as native.c has it.
 
     Attributes:
@@ -45,14 +45,14 @@ class Parts:
     tensors: dict[str, Tensor]
 
 
-def _short(module: Any) -> Parts:
+def _short(module: Any) -> MixerParts:
     channels = module.conv.in_channels
-    return Parts(
+    return MixerParts(
         "short", module.conv, Joint.of_modules([module.in_proj]), {"inner": channels, "channels": channels}, {}
     )
 
 
-def _delta(module: Any) -> Parts:
+def _delta(module: Any) -> MixerParts:
     keys, heads = module.num_k_heads, module.num_v_heads
     sizes = {"key_heads": keys, "heads": heads, "dim": module.head_k_dim, "size": module.head_v_dim, "groups": heads}
     numbers = {**sizes, "inner": module.value_dim, "channels": module.conv_dim, **_norm(module.norm, module.head_v_dim)}
@@ -67,12 +67,12 @@ def _delta(module: Any) -> Parts:
         order = torch.cat([part.flatten() for part in (*wide, *few)])
     weight = module.norm.weight.detach().repeat(heads)
     inputs = Joint.of_modules([getattr(module, name) for name in names], order)
-    return Parts(
+    return MixerParts(
         "delta", module.conv1d, inputs, numbers, {**_rates(module), "norm": _scaled(weight, module.head_v_dim)}
     )
 
 
-def _scan(module: Any) -> Parts:
+def _scan(module: Any) -> MixerParts:
     inner, norm, groups = module.intermediate_size, getattr(module, "norm", None), 1
     tensors = {**_rates(module), "skip": module.D.detach().float()}
     shortest, longest = map(float, module.time_step_limit)
@@ -91,7 +91,7 @@ def _scan(module: Any) -> Parts:
         factors = module.mup_vector.detach().float().flatten() * module.ssm_in_multiplier
         if module.in_proj.bias is not None and module.ssm_in_multiplier != 1.0:
             raise UnreadError(f"its {type(module).__name__} has factors of inputs, and biases")
-    return Parts("scan", module.conv1d, Joint.of_modules([module.in_proj], None, factors), numbers, tensors)
+    return MixerParts("scan", module.conv1d, Joint.of_modules([module.in_proj], None, factors), numbers, tensors)
 
 
 def _rates(module: Any) -> dict[str, Tensor]:
@@ -106,7 +106,7 @@ def _scaled(weight: Tensor, size: int) -> Tensor:
     return weight.float().mul(size**0.5)
 
 
-_READERS: tuple[tuple[set[str], Callable[[Any], Parts]], ...] = (
+_READERS: tuple[tuple[set[str], Callable[[Any], MixerParts]], ...] = (
     ({"conv", "in_proj", "out_proj"}, _short),
     ({"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm", *_RULE, *_NUMBERS}, _delta),
     ({"in_proj_qkvz", "in_proj_ba", "norm", *_RULE, *_NUMBERS}, _delta),

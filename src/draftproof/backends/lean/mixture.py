@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from draftproof import native
 from draftproof.backends.lean.traits import Experts, Traits
-from draftproof.backends.products.packed_linear import Product, dense, fuse, repacked
+from draftproof.backends.products.packed_linear import PackedLinear, dense, fuse, repacked
 from draftproof.native.ggml import GGMLWeight, StoredMatrix
 from draftproof.native.operations import ACTIVATIONS
 from draftproof.native.structures import LinearArguments, MixtureArguments
@@ -110,7 +110,7 @@ class _Experts:
         self.arguments = LinearArguments(address, None if self.bias is None else self.bias.data_ptr(), bits, 0)
 
 
-def _shared(mlp: Any, traits: Traits, experts: Experts) -> dict[str, Product]:
+def _shared(mlp: Any, traits: Traits, experts: Experts) -> dict[str, PackedLinear]:
     if not experts.shared:
         return {}
     made = {
@@ -118,11 +118,11 @@ def _shared(mlp: Any, traits: Traits, experts: Experts) -> dict[str, Product]:
         "shared_down": fuse(mlp.shared_expert, ["down_proj"]),
     }
     if experts.weighed:
-        made["shared_router"] = Product(mlp.shared_expert_gate.weight.view(1, -1))
+        made["shared_router"] = PackedLinear(mlp.shared_expert_gate.weight.view(1, -1))
     return made
 
 
-def linear_arguments(product: Product) -> LinearArguments:
+def linear_arguments(product: PackedLinear) -> LinearArguments:
     """A native product for native.c; it holds addresses."""
     address, bits, group = product.weight.arguments
     return LinearArguments(address, None if product.bias is None else product.bias.data_ptr(), bits, group)

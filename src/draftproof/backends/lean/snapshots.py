@@ -19,7 +19,7 @@ from draftproof.backends.hf.snapshots import SnapshotBackend
 from draftproof.backends.lean.hybrid import HybridLean
 from draftproof.backends.lean.mixers import PassStates
 from draftproof.backends.lean.traits import UnreadError
-from draftproof.backends.recurrent.mixers import Continuation
+from draftproof.backends.recurrent.mixers import ResumedMixers
 from draftproof.backends.recurrent.states import State
 
 _log = logging.getLogger(__name__)
@@ -35,13 +35,13 @@ class LeanSnapshotBackend(SnapshotBackend):
     lean: HybridLean | None = None
     _unread = ""  # why there is no lean forward
 
-    def _continuation(self, model: Any) -> Continuation:
+    def _continuation(self, model: Any) -> ResumedMixers:
         """How it goes on from a state: native code always reads tokens as in one pass over everything."""
         try:
             HybridLean(model, windows_of(model))
         except UnreadError:
             return super()._continuation(model)
-        return Continuation(several=True, single=True, divisible=frozenset())
+        return ResumedMixers(several=True, single=True, divisible=frozenset())
 
     def _multiply_natively(self) -> None:
         super()._multiply_natively()

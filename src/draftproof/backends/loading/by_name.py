@@ -106,7 +106,7 @@ def load_backend(source: str, options: LoadOptions | None = None) -> Loaded:
     return _plainly(model, source, because, check=options.check)
 
 
-def take_part(processes: int) -> parallel.Group:
+def take_part(processes: int) -> parallel.ProcessGroup:
     """Join the processes among which models are divided; only process 0 returns.
 
     The others follow it until it ends, and exit then.

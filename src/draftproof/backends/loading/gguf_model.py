@@ -24,7 +24,7 @@ from draftproof.backends.loading.gguf_modules import ARCHITECTURES, read_modules
 from draftproof.backends.loading.gguf_rotary import (
     FACTORS,
     Frequencies,
-    Keys,
+    ModelMetadata,
     frequencies,
     longest,
     own_frequencies,
@@ -72,7 +72,7 @@ _IN_LAYER = {
 
 
 @dataclass(frozen=True)
-class Family:
+class FamilyDefaults:
     """What an architecture's metadata do not say."""
 
     traits: Traits = LLAMA  # how layers are read; factors and angles come from the metadata
@@ -92,35 +92,35 @@ _TURNED = ("q_norm", "k_norm")
 _POST = ((_BETWEEN, "post_attention_norm"), (_GEMMA_NORMS[2], "ffn_norm"), (_GEMMA_NORMS[3], "post_ffw_norm"))
 _GEMMA = Traits(norms=_GEMMA_NORMS, activation="gelu_tanh", offset=1.0)
 _FAMILIES = {
-    "llama": Family(permuted=True),
-    "qwen2": Family(),
-    "qwen2moe": Family(whole_shares=False),
-    "qwen3": Family(Traits(turned=_TURNED)),
-    "qwen3moe": Family(Traits(turned=_TURNED)),
-    "gemma2": Family(_GEMMA, names=_POST, gemma=True, window_of=lambda number: number % 2 == 0),
-    "gemma3": Family(
+    "llama": FamilyDefaults(permuted=True),
+    "qwen2": FamilyDefaults(),
+    "qwen2moe": FamilyDefaults(whole_shares=False),
+    "qwen3": FamilyDefaults(Traits(turned=_TURNED)),
+    "qwen3moe": FamilyDefaults(Traits(turned=_TURNED)),
+    "gemma2": FamilyDefaults(_GEMMA, names=_POST, gemma=True, window_of=lambda number: number % 2 == 0),
+    "gemma3": FamilyDefaults(
         replace(_GEMMA, turned=_TURNED),
         names=_POST,
         gemma=True,
         window_of=lambda number: number % 6 != 5,
         local_base=10000.0,
     ),
-    "gpt-oss": Family(
+    "gpt-oss": FamilyDefaults(
         Traits(activation="clamped", sinks=True),
         names=((_BETWEEN, "post_attention_norm"),),
         window_of=lambda number: number % 2 == 0,
         whole_pairs=False,
     ),
-    "granite": Family(permuted=True),
-    "granitemoe": Family(permuted=True),
-    "smollm3": Family(permuted=True, turns=lambda number: number % 4 != 3),
-    "olmo2": Family(
+    "granite": FamilyDefaults(permuted=True),
+    "granitemoe": FamilyDefaults(permuted=True),
+    "smollm3": FamilyDefaults(permuted=True, turns=lambda number: number % 4 != 3),
+    "olmo2": FamilyDefaults(
         Traits(norms=(None, _BETWEEN, None, _GEMMA_NORMS[3]), turned=_TURNED, whole=True),
         names=((_BETWEEN, "post_attention_norm"), (_GEMMA_NORMS[3], "post_ffw_norm")),
     ),
-    "olmoe": Family(Traits(turned=_TURNED, whole=True), whole_shares=False),
-    "phi3": Family(Traits(qkv=("qkv_proj",), gate_up=("gate_up_proj",)), window_of=lambda _: True),
-    "glm4": Family(
+    "olmoe": FamilyDefaults(Traits(turned=_TURNED, whole=True), whole_shares=False),
+    "phi3": FamilyDefaults(Traits(qkv=("qkv_proj",), gate_up=("gate_up_proj",)), window_of=lambda _: True),
+    "glm4": FamilyDefaults(
         Traits(norms=(_BEFORE, "post_self_attn_layernorm", _BETWEEN, "post_mlp_layernorm"), gate_up=("gate_up_proj",)),
         neighbours=True,
         names=(("post_self_attn_layernorm", "post_attention_norm"), ("post_mlp_layernorm", "post_ffw_norm")),
@@ -212,12 +212,12 @@ def own_forward(
     return LeanForward(found, architecture.lean_from(weights))
 
 
-def family_of(name: str) -> Family:
+def family_of(name: str) -> FamilyDefaults:
     """What the metadata of an architecture do not say."""
     return _FAMILIES[name]
 
 
-def architecture_of(keys: Keys, family: Family, floats: Callable[[str], Tensor]) -> Architecture:
+def architecture_of(keys: ModelMetadata, family: FamilyDefaults, floats: Callable[[str], Tensor]) -> Architecture:
     """What the lean forward needs besides weights; `floats` reads a tensor by its name in the file."""
     of = keys.of_architecture
     layers, width = named(keys, "block_count"), named(keys, "embedding_length")
@@ -260,14 +260,14 @@ def architecture_of(keys: Keys, family: Family, floats: Callable[[str], Tensor])
     )
 
 
-def _scaling(family: Family, dim: int, width: int, heads: int, layers: int) -> float:
+def _scaling(family: FamilyDefaults, dim: int, width: int, heads: int, layers: int) -> float:
     """The factor of scores: Gemma's models of 27 B, which only their depth tells, have one of their own."""
     big = family.gemma and layers == {True: 62, False: 46}[family.local_base is not None]
     return float((width // heads if big else dim) ** -0.5)
 
 
 def _angles(
-    keys: Keys, family: Family, dim: int, windowed: list[bool], floats: Callable[[str], Tensor]
+    keys: ModelMetadata, family: FamilyDefaults, dim: int, windowed: list[bool], floats: Callable[[str], Tensor]
 ) -> tuple[tuple[Frequencies, ...], tuple[int, ...]]:
     """Frequencies of each kind of rotary embedding, and the kind of each layer."""
     of = keys.of_architecture

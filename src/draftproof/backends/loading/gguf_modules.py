@@ -45,7 +45,7 @@ Order = Int[Tensor, " numbers"]
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """What a tensor of a model is in the file.
 
     Attributes:
@@ -61,7 +61,7 @@ class Source:
     change: Callable[[Tensor], Tensor] | None = None
 
 
-_LAST = Source(("output_norm.weight",))
+_LAST = TensorSource(("output_norm.weight",))
 
 
 def _leave(_: Any) -> None:
@@ -89,8 +89,8 @@ class ModuleFamily:
 
     kind: str
     fields: Callable[[GGUFFile], dict[str, Any]]
-    sources: Callable[[Any], Mapping[str, Source | str]]
-    norm: tuple[str, Source] = ("model.norm", _LAST)
+    sources: Callable[[Any], Mapping[str, TensorSource | str]]
+    norm: tuple[str, TensorSource] = ("model.norm", _LAST)
     mixture: str = ""
     activation: str = "silu"
     route: Callable[[Any], None] = _leave
@@ -171,7 +171,7 @@ def _lfm2(file: GGUFFile) -> dict[str, Any]:
     }
 
 
-def _lfm2_sources(_: Any) -> dict[str, Source | str]:
+def _lfm2_sources(_: Any) -> dict[str, TensorSource | str]:
     gated = zip(("w1", "w3", "w2"), _GATED.values(), strict=True)
     return {
         **_ATTENTION,
@@ -206,7 +206,7 @@ def _delta(file: GGUFFile) -> dict[str, Any]:
     }
 
 
-def _delta_sources(_: Any) -> dict[str, Source | str]:
+def _delta_sources(_: Any) -> dict[str, TensorSource | str]:
     norms = {
         "input_layernorm": "attn_norm",
         "post_attention_layernorm": "post_attention_norm",
@@ -216,16 +216,16 @@ def _delta_sources(_: Any) -> dict[str, Source | str]:
     return {
         **_ATTENTION,
         **{f"mlp.{name}": place for name, place in _GATED.items()},
-        **{f"{name}.weight": Source((f"{place}.weight",), change=_minus_one) for name, place in norms.items()},
+        **{f"{name}.weight": TensorSource((f"{place}.weight",), change=_minus_one) for name, place in norms.items()},
         "linear_attn.conv1d": "ssm_conv1d",
         "linear_attn.norm": "ssm_norm",
         "linear_attn.out_proj": "ssm_out",
-        "linear_attn.A_log": Source(("ssm_a",), change=_logarithm),
-        "linear_attn.dt_bias": Source(("ssm_dt.bias",)),
+        "linear_attn.A_log": TensorSource(("ssm_a",), change=_logarithm),
+        "linear_attn.dt_bias": TensorSource(("ssm_dt.bias",)),
     }
 
 
-def _qwen35_sources(config: Any) -> dict[str, Source | str]:
+def _qwen35_sources(config: Any) -> dict[str, TensorSource | str]:
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     dim, before = config.linear_value_head_dim, 2 * keys * config.linear_key_head_dim
     heads, rows = _tiled(keys, values, 1), _tiled(keys, values, dim)
@@ -233,14 +233,14 @@ def _qwen35_sources(config: Any) -> dict[str, Source | str]:
     found = _delta_sources(config)
     return {
         **found,
-        "linear_attn.in_proj_qkv.weight": Source(("attn_qkv.weight",), every),
-        "linear_attn.in_proj_z.weight": Source(("attn_gate.weight",), rows),
-        "linear_attn.in_proj_b.weight": Source(("ssm_beta.weight",), heads),
-        "linear_attn.in_proj_a.weight": Source(("ssm_alpha.weight",), heads),
-        "linear_attn.conv1d.weight": Source(("ssm_conv1d.weight",), every),
-        "linear_attn.A_log": Source(("ssm_a",), heads, change=_logarithm),
-        "linear_attn.dt_bias": Source(("ssm_dt.bias",), heads),
-        "linear_attn.out_proj.weight": Source(("ssm_out.weight",), inputs=rows.argsort()),
+        "linear_attn.in_proj_qkv.weight": TensorSource(("attn_qkv.weight",), every),
+        "linear_attn.in_proj_z.weight": TensorSource(("attn_gate.weight",), rows),
+        "linear_attn.in_proj_b.weight": TensorSource(("ssm_beta.weight",), heads),
+        "linear_attn.in_proj_a.weight": TensorSource(("ssm_alpha.weight",), heads),
+        "linear_attn.conv1d.weight": TensorSource(("ssm_conv1d.weight",), every),
+        "linear_attn.A_log": TensorSource(("ssm_a",), heads, change=_logarithm),
+        "linear_attn.dt_bias": TensorSource(("ssm_dt.bias",), heads),
+        "linear_attn.out_proj.weight": TensorSource(("ssm_out.weight",), inputs=rows.argsort()),
     }
 
 
@@ -249,7 +249,7 @@ def _tiled(keys: int, values: int, dim: int) -> Order:
     return torch.arange(values * dim).view(values // keys, keys, dim).transpose(0, 1).flatten()
 
 
-def _qwen3next_sources(config: Any) -> dict[str, Source | str]:
+def _qwen3next_sources(config: Any) -> dict[str, TensorSource | str]:
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     key_dim, value_dim = config.linear_key_head_dim, values // keys * config.linear_value_head_dim
     sizes = (key_dim, key_dim, value_dim, value_dim)  # of a key head: query, key, values and gates
@@ -257,7 +257,7 @@ def _qwen3next_sources(config: Any) -> dict[str, Source | str]:
     parts = [torch.arange(keys * size).view(keys, size) + start for size, start in zip(sizes, starts, strict=False)]
     return {
         **_delta_sources(config),
-        "linear_attn.in_proj_qkvz.weight": Source(
+        "linear_attn.in_proj_qkvz.weight": TensorSource(
             ("attn_qkv.weight", "attn_gate.weight"), torch.cat(parts, 1).flatten()
         ),
         "linear_attn.in_proj_ba": "ssm_ba",
@@ -279,16 +279,16 @@ def _mamba(file: GGUFFile) -> dict[str, Any]:
     }
 
 
-def _mamba_sources() -> dict[str, Source | str]:
+def _mamba_sources() -> dict[str, TensorSource | str]:
     return {
         "input_layernorm": "attn_norm",
         "mamba.in_proj": "ssm_in",
         "mamba.conv1d": "ssm_conv1d",
         "mamba.norm": "ssm_norm",
         "mamba.out_proj": "ssm_out",
-        "mamba.A_log": Source(("ssm_a",), change=_logarithm),
-        "mamba.D": Source(("ssm_d",)),
-        "mamba.dt_bias": Source(("ssm_dt.bias",)),
+        "mamba.A_log": TensorSource(("ssm_a",), change=_logarithm),
+        "mamba.D": TensorSource(("ssm_d",)),
+        "mamba.dt_bias": TensorSource(("ssm_dt.bias",)),
     }
 
 
@@ -304,11 +304,11 @@ def _falcon_h1(file: GGUFFile) -> dict[str, Any]:
     }
 
 
-def _falcon_h1_sources(_: Any) -> dict[str, Source | str]:
+def _falcon_h1_sources(_: Any) -> dict[str, TensorSource | str]:
     return {
         **_ATTENTION,
         **_mamba_sources(),
-        "pre_ff_layernorm.weight": Source(("ffn_norm",)),
+        "pre_ff_layernorm.weight": TensorSource(("ffn_norm",)),
         **{f"feed_forward.{name}": place for name, place in _GATED.items()},
     }
 
@@ -335,13 +335,13 @@ def _granite(file: GGUFFile) -> dict[str, Any]:
     }
 
 
-def _granite_sources(config: Any) -> dict[str, Source | str]:
+def _granite_sources(config: Any) -> dict[str, TensorSource | str]:
     of = "_shexp" if config.num_local_experts else ""
     return {
         **_ATTENTION,
         **_mamba_sources(),
         "post_attention_layernorm": "ffn_norm",
-        "shared_mlp.input_linear.weight": Source((f"ffn_gate{of}.weight", f"ffn_up{of}.weight")),
+        "shared_mlp.input_linear.weight": TensorSource((f"ffn_gate{of}.weight", f"ffn_up{of}.weight")),
         "shared_mlp.output_linear": f"ffn_down{of}",
     }
 
@@ -399,7 +399,7 @@ def _proportional(file: GGUFFile) -> dict[str, Any]:
     return {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": turned / len(divisors)}
 
 
-def _gemma4_sources(_: Any) -> dict[str, Source | str]:
+def _gemma4_sources(_: Any) -> dict[str, TensorSource | str]:
     return {
         **_ATTENTION,
         **{f"mlp.{name}": place for name, place in _GATED.items()},
@@ -413,7 +413,7 @@ def _gemma4_sources(_: Any) -> dict[str, Source | str]:
         "post_feedforward_layernorm_1": "post_ffw_norm_1",
         "post_feedforward_layernorm_2": "post_ffw_norm_2",
         "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
-        "layer_scalar": Source(("layer_output_scale.weight",)),
+        "layer_scalar": TensorSource(("layer_output_scale.weight",)),
     }
 
 
@@ -450,7 +450,9 @@ def _natively(inner: Any) -> None:
 
 _QWEN_NORM = ("model.norm", replace(_LAST, change=_minus_one))
 _ARCHITECTURES = {
-    "lfm2": ModuleFamily("lfm2", _lfm2, _lfm2_sources, ("model.embedding_norm", Source(("token_embd_norm.weight",)))),
+    "lfm2": ModuleFamily(
+        "lfm2", _lfm2, _lfm2_sources, ("model.embedding_norm", TensorSource(("token_embd_norm.weight",)))
+    ),
     "qwen35": ModuleFamily("qwen3_5_text", _delta, _qwen35_sources, _QWEN_NORM),
     "qwen35moe": ModuleFamily("qwen3_5_moe_text", _delta, _qwen35_sources, _QWEN_NORM, mixture="mlp"),
     "qwen3next": ModuleFamily("qwen3_next", _delta, _qwen3next_sources, _QWEN_NORM, mixture="mlp"),
@@ -591,7 +593,7 @@ class _Filling:
         for name, module in list(inner.named_children()):
             if name not in places:
                 continue
-            source = Source((f"{places[name]}.weight",))
+            source = TensorSource((f"{places[name]}.weight",))
             if isinstance(module, nn.Embedding):
                 setattr(inner, name, self._embedding(module, *source.places))
             elif isinstance(module, nn.Linear):
@@ -604,7 +606,7 @@ class _Filling:
         if tied and isinstance(embedding, nn.Embedding):
             self.model.lm_head.weight = embedding.weight
             return
-        source = Source((f"{'token_embd' if tied else 'output'}.weight",))
+        source = TensorSource((f"{'token_embd' if tied else 'output'}.weight",))
         self._linear(self.model, {"lm_head": self._loaded("lm_head", self.model.lm_head, source, "")})
 
     def _layer(self, layer: nn.Module, at: str) -> None:
@@ -633,7 +635,7 @@ class _Filling:
                     raise UnreadError(f"its layers have {stem}{name}")
                 module.register_buffer(name, made.detach(), persistent=False)
 
-    def _source(self, name: str) -> Source:
+    def _source(self, name: str) -> TensorSource:
         """What a tensor of a layer is in the file."""
         found = self._sources.get(name)
         if found is None:
@@ -641,9 +643,9 @@ class _Filling:
             if stem not in self._sources:
                 raise UnreadError(f"its layers have {name}")
             found = f"{self._sources[stem]}.{suffix}"
-        return Source((found,)) if isinstance(found, str) else found
+        return TensorSource((found,)) if isinstance(found, str) else found
 
-    def _loaded(self, name: str, layer: nn.Linear, source: Source | None, at: str) -> _Loaded:
+    def _loaded(self, name: str, layer: nn.Linear, source: TensorSource | None, at: str) -> _Loaded:
         """The weights of a linear layer; by its name in the layer where no source is given."""
         source = source or self._source(f"{name}.weight")
         alone, rows = len(source.places) == 1, _unless_in_order(source.rows)
@@ -712,7 +714,7 @@ class _Filling:
         self._take(place)
         return self._tensors.matrix(place, rows)
 
-    def _parameter(self, source: Source, at: str, shape: torch.Size) -> nn.Parameter:
+    def _parameter(self, source: TensorSource, at: str, shape: torch.Size) -> nn.Parameter:
         """A small tensor; in the file it may have other dimensions."""
         (place,) = source.places
         self._take(at + place)

@@ -21,7 +21,7 @@ Frequencies = tuple[tuple[float, ...], float]  # radians for a position, and the
 
 
 @runtime_checkable
-class Keys(Protocol):
+class ModelMetadata(Protocol):
     """What is known of a model besides its weights, under the names of GGUF's metadata."""
 
     @property
@@ -34,7 +34,9 @@ class Keys(Protocol):
         ...
 
 
-def frequencies(keys: Keys, dim: int, floats: Callable[[str], Tensor], *, whole_pairs: bool = True) -> Frequencies:
+def frequencies(
+    keys: ModelMetadata, dim: int, floats: Callable[[str], Tensor], *, whole_pairs: bool = True
+) -> Frequencies:
     """The angles of layers without a window of their own; numbers that are not turned get the frequency 0.
 
     Source: YaRN, arXiv 2309.00071, equations 17 to 22; LongRoPE, arXiv 2402.13753 (the short factors).
@@ -76,7 +78,7 @@ def longest(file: GGUFFile) -> int | None:
     return found
 
 
-def _yarn(keys: Keys, plain: Tensor, base: float, factor: float, *, whole_pairs: bool) -> tuple[Tensor, float]:
+def _yarn(keys: ModelMetadata, plain: Tensor, base: float, factor: float, *, whole_pairs: bool) -> tuple[Tensor, float]:
     """Low frequencies are divided by the factor, high ones stay, and those between are in between."""
     of = keys.of_architecture
     trained, turned = of("rope.scaling.original_context_length"), 2 * len(plain)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftproof import native
 from draftproof.backends.lean.traits import Experts, UnreadError
-from draftproof.backends.loading.gguf_rotary import Keys
+from draftproof.backends.loading.gguf_rotary import ModelMetadata
 from draftproof.backends.products.packed_linear import dense, why_not_exact
 from draftproof.models.gguf_file import FLOATS, GGUFFile, TensorEntry
 from draftproof.native.ggml import TYPES, StoredMatrix
@@ -112,7 +112,7 @@ def end_tokens(file: GGUFFile) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def named(keys: Keys, key: str) -> Any:
+def named(keys: ModelMetadata, key: str) -> Any:
     """A value that must be there."""
     found = keys.of_architecture(key)
     if found is None:
@@ -120,7 +120,7 @@ def named(keys: Keys, key: str) -> Any:
     return found
 
 
-def by_layer(keys: Keys, key: str, layers: int) -> Any:
+def by_layer(keys: ModelMetadata, key: str, layers: int) -> Any:
     """An array with a number for each layer, from one or from one number for all.
 
     Raises:
@@ -140,7 +140,7 @@ def single(value: Any, what: str) -> int:
     return found.pop()
 
 
-def experts_of(keys: Keys, *, whole: bool) -> Experts:
+def experts_of(keys: ModelMetadata, *, whole: bool) -> Experts:
     """How the experts of a layer divide the work; `whole` counts where the file does not say it."""
     of = keys.of_architecture
     count, chosen = int(of("expert_count")), int(named(keys, "expert_used_count"))

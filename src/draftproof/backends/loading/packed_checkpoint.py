@@ -25,7 +25,7 @@ from draftproof.backends.lean.backend import LeanForward
 from draftproof.backends.lean.checkpoint import Weights
 from draftproof.backends.lean.traits import UnreadError
 from draftproof.backends.loading.by_name import load_backend
-from draftproof.backends.loading.gguf_model import Family, architecture_of, family_of, own_forward
+from draftproof.backends.loading.gguf_model import FamilyDefaults, architecture_of, family_of, own_forward
 from draftproof.backends.loading.gguf_rotary import own_frequencies
 from draftproof.backends.loading.gguf_tensors import refuse_inexact
 from draftproof.backends.loading.options import LoadOptions
@@ -137,7 +137,7 @@ def _read(folder: Path, name: str, config: Mapping[str, Any], dtype: torch.dtype
         weights, family = OssWeights(folder, dtype, dense=options.activations == "float"), family_of("gpt-oss")
     else:
         weights = PackedWeights(folder, fields, dtype, dense=options.activations == "float")
-        family = Family(family_of(_FAMILIES[kind]).traits, window_of=lambda _: kind == "mistral")
+        family = FamilyDefaults(family_of(_FAMILIES[kind]).traits, window_of=lambda _: kind == "mistral")
     keys = ConfigKeys(config)
     architecture = architecture_of(keys, family, keys.factors)
     state = weights.state()

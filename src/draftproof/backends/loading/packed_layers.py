@@ -19,7 +19,7 @@ from draftproof.backends.lean.traits import UnreadError
 from draftproof.backends.loading.language_model import reading_classes
 from draftproof.backends.loading.packed_weights import PackedWeights
 from draftproof.backends.model_info import PACKED
-from draftproof.backends.products.packed_linear import Part, product_of
+from draftproof.backends.products.packed_linear import LinearSlice, product_of
 from draftproof.errors import reason
 
 
@@ -50,7 +50,7 @@ class PackedLayers:
             if type(place) is not nn.Linear or place.weight.shape != given.shape:
                 raise UnreadError(f"its {name} of shape {tuple(given.shape)} is no linear layer of the model")
             product = product_of(given, weights.optional(f"{stem}.bias"))
-            layers[stem] = Part(product, 0, len(given))
+            layers[stem] = LinearSlice(product, 0, len(given))
         return cls(config, layers)
 
     def __deepcopy__(self, memo: object) -> PackedLayers:

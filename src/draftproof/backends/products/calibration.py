@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from draftproof.backends.base import Feed
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.products.packed_linear import Product
+from draftproof.backends.products.packed_linear import PackedLinear
 from draftproof.native.tensors import MeasuredInputs
 from draftproof.rng import CounterRng
 
@@ -71,10 +71,10 @@ class InputStatistics:
         return MeasuredInputs((variance / whole + FLOOR).contiguous(), mean)
 
 
-class MeasuredProduct(Product):
+class MeasuredProduct(PackedLinear):
     """A product that also adds to the statistics of its inputs."""
 
-    def __init__(self, product: Product, statistics: InputStatistics) -> None:
+    def __init__(self, product: PackedLinear, statistics: InputStatistics) -> None:
         self.weight = product.weight
         self.bias = product.bias
         self.layout = "measured"
@@ -87,7 +87,7 @@ class MeasuredProduct(Product):
         return self._product(x)
 
     def onto(self, x: Float[Tensor, "*rows in"], rows: Float[Tensor, "*rows out"]) -> Float[Tensor, "*rows out"]:
-        """See `Product.onto`."""
+        """See `PackedLinear.onto`."""
         self._statistics.add(x)
         return self._product.onto(x, rows)
 

@@ -1,8 +1,8 @@
 """Linear layers in the layout that the CPU multiplies fastest, several with the same input as one product.
 
 On the CPU, torch converts a plain weight on every call; here that is done once. No weight is kept twice: where weights
-are packed, the plain ones are freed and the model's own modules become `Part`s of the packed product; elsewhere the
-model's parameters become views of the fused weight.
+are packed, the plain ones are freed and the model's own modules become `LinearSlice`s of the packed product; elsewhere
+the model's parameters become views of the fused weight.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _multiply_few(x: Float[Tensor, "*rows in"], packed: Tensor, bias: Tensor | N
     return _multiply(x.expand(4, -1) if rows == 1 else torch.cat((x, x)), packed, bias)[:rows]
 
 
-class Product:
+class PackedLinear:
     """x W^T + b, for inference.
 
     Args:
@@ -112,7 +112,7 @@ class Product:
         found: str | None = _on_device().why_not(self.weight.dtype, self.weight.device, bits, group)
         return found
 
-    def quantized(self, bits: int, group: int = GROUP, inputs: MeasuredInputs | None = None) -> Product:
+    def quantized(self, bits: int, group: int = GROUP, inputs: MeasuredInputs | None = None) -> PackedLinear:
         """The same product with a quantized weight, as a draft reads it; see `why_not_quantized`.
 
         What is known of the inputs says which errors count, and what outputs lack on the mean, which is added to the
@@ -134,7 +134,7 @@ class Product:
 
     def quantized_output(
         self, bits: int, table: Float[Tensor, "out in"] | None = None, inputs: MeasuredInputs | None = None
-    ) -> Product:
+    ) -> PackedLinear:
         """`quantized` for an output layer: with 4 bits its largest outputs are computed again.
 
         A large layer has 2 bits then, and more outputs are computed again: that reads half as much, and a draft is as
@@ -182,7 +182,7 @@ class Product:
         return whole[..., start:stop]
 
 
-class PlainProduct(Product):
+class PlainProduct(PackedLinear):
     """A native product with a weight as torch keeps it: nothing is moved or copied.
 
     Args:
@@ -203,7 +203,7 @@ class PlainProduct(Product):
         return self._operations.rows_product(x, self.weight.weight, self.bias)
 
 
-class RescoredProduct(Product):
+class RescoredProduct(PackedLinear):
     """A quantized output layer; the `count` largest outputs of a row are computed again with a table of whole weights.
 
     Errors of an output layer are errors of logits, and those of the likely tokens matter. So a few whole rows are read
@@ -212,7 +212,7 @@ class RescoredProduct(Product):
 
     def __init__(
         self,
-        rough: Product,
+        rough: PackedLinear,
         table: Float[Tensor, "out in"] | Interleaved,
         bias: Float[Tensor, " out"] | None,
         count: int,
@@ -266,14 +266,16 @@ def largest(logits: Float[Tensor, "rows out"], count: int) -> Int[Tensor, "rows 
     return places.gather(-1, logits.gather(-1, places).topk(count, -1, sorted=False).indices)
 
 
-class Part(nn.Module):
+class LinearSlice(nn.Module):
     """The replacement of a linear layer whose weight is part of a packed product: some of its outputs.
 
     Args:
         places: where each of the layer's outputs is among these; None where they have the same order.
     """
 
-    def __init__(self, product: Product, start: int, stop: int, places: Int[Tensor, " part"] | None = None) -> None:
+    def __init__(
+        self, product: PackedLinear, start: int, stop: int, places: Int[Tensor, " part"] | None = None
+    ) -> None:
         super().__init__()
         self.product = product
         self.start = start
@@ -306,7 +308,9 @@ class Part(nn.Module):
 
 
 @torch.no_grad()
-def fuse(owner: Any, names: Sequence[str], *, rows: Int[Tensor, " outs"] | None = None, pack: bool = True) -> Product:
+def fuse(
+    owner: Any, names: Sequence[str], *, rows: Int[Tensor, " outs"] | None = None, pack: bool = True
+) -> PackedLinear:
     """Make one product from linear layers of a module that read the same input; the module works on, untrainable.
 
     If some of them have a bias, the others get zeros. `rows` is another order of all outputs, in which those of a layer
@@ -324,12 +328,12 @@ def fuse(owner: Any, names: Sequence[str], *, rows: Int[Tensor, " outs"] | None 
     if rows is not None:
         rows = rows.to(weight.device)
         weight, bias = weight[rows], None if bias is None else bias[rows]
-    product, start = Product(weight, bias, pack=pack), 0
+    product, start = PackedLinear(weight, bias, pack=pack), 0
     for name, layer in zip(names, layers, strict=True):
         stop = start + layer.out_features
         if product.packed or rows is not None:
             places = None if rows is None else rows[start:stop].argsort()
-            setattr(owner, name, Part(product, start, stop, places))
+            setattr(owner, name, LinearSlice(product, start, stop, places))
         else:
             layer.weight = nn.Parameter(weight[start:stop], requires_grad=False)
             layer.bias = None if bias is None else nn.Parameter(bias[start:stop], requires_grad=False)
@@ -339,21 +343,21 @@ def fuse(owner: Any, names: Sequence[str], *, rows: Int[Tensor, " outs"] | None 
 
 def product_of(
     weight: StoredMatrix | Tensor, bias: Float[Tensor, " out"] | None = None, *, pack: bool = True
-) -> Product:
+) -> PackedLinear:
     """The product with one matrix, plain or of few bits."""
-    return of_stored([weight], bias) if isinstance(weight, StoredMatrix) else Product(weight, bias, pack=pack)
+    return of_stored([weight], bias) if isinstance(weight, StoredMatrix) else PackedLinear(weight, bias, pack=pack)
 
 
 def of_stored(
     weights: Sequence[StoredMatrix | Tensor], bias: Tensor | None, *, rows: Int[Tensor, " outs"] | None = None
-) -> Product:
+) -> PackedLinear:
     """The product of matrices with the same inputs, some of which are stored in few bits; arguments as of `fuse`."""
     matrices = [weight for weight in weights if isinstance(weight, StoredMatrix)]
     bias = bias if bias is None or rows is None else bias[rows]
     if len(matrices) < len(weights) or why_not_joined(matrices) is not None:
         plain = [weight if isinstance(weight, Tensor) else dense(weight) for weight in weights]
         weight = _joined(plain)
-        return Product(weight if rows is None else weight[rows], bias)
+        return PackedLinear(weight if rows is None else weight[rows], bias)
     if rows is not None:
         starts = itertools.accumulate((len(each) for each in matrices), initial=0)
         matrices = [
@@ -363,7 +367,7 @@ def of_stored(
     return StoredProduct(matrices, bias)
 
 
-class StoredProduct(Product):
+class StoredProduct(PackedLinear):
     """x W^T + b with the numbers of stored matrices; inputs are rounded to 8 bits.
 
     Args:
@@ -381,16 +385,16 @@ class StoredProduct(Product):
         self._multiply = functools.partial(_multiplied, operations)
         self.weight = GGMLWeight.joined([repacked(each) for each in matrices])
 
-    def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:  # noqa: ARG002 - of Product
-        """See `Product`."""
+    def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:  # noqa: ARG002 - of PackedLinear
+        """See `PackedLinear`."""
         return f"its weights have few bits already ({', '.join(self._types)})"
 
     def rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids in"]:
-        """See `Product`."""
+        """See `PackedLinear`."""
         return self._operations.ggml_rows(self._matrices[0], ids) if len(self._matrices) == 1 else self.dense()[ids]
 
     def dense(self) -> Float[Tensor, "out in"]:
-        """See `Product`."""
+        """See `PackedLinear`."""
         if not self._matrices:  # outputs of inputs that are 1 once, which 8 bits hold with a scale for each group
             weight, ones = self.weight.by_group(), torch.eye(self.weight.ins, dtype=self._operations.dtype)
             return self._multiply(ones, weight, None).t()

@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from draftproof.backends.products.packed_linear import Part, Product, StoredProduct, operations_for_stored
+from draftproof.backends.products.packed_linear import LinearSlice, PackedLinear, StoredProduct, operations_for_stored
 from draftproof.native.ggml import StoredMatrix
 
 
-class StoredLinear(Part):
+class StoredLinear(LinearSlice):
     """Some outputs of a product with matrices of few bits.
 
     Args:
@@ -76,7 +76,7 @@ class StoredGates(nn.Module):
         down: the layer behind.
     """
 
-    def __init__(self, gate_up: Product, gated: Callable[[Tensor], Tensor], down: nn.Module) -> None:
+    def __init__(self, gate_up: PackedLinear, gated: Callable[[Tensor], Tensor], down: nn.Module) -> None:
         super().__init__()
         self._gate_up = gate_up
         self._gated = gated

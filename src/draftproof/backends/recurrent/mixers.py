@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from draftproof.backends.cache.slot_cache import SlotCache, WritePlan
 from draftproof.backends.model_info import cache_name, input_device
 from draftproof.backends.recurrent.recurrences import FEW, in_pass
-from draftproof.backends.recurrent.states import Group, Key, StateView
+from draftproof.backends.recurrent.states import Key, RowGroup, StateView
 
 _ROOT = 3  # where mixers are divided when they are compared
 _SHORT = _ROOT + FEW + 1  # tokens that they read then: both forms of a recurrence are used
@@ -82,7 +82,7 @@ class _Watching(StateView):
         width: tokens that are read.
         report: called each time.
         cuts: the pieces in which mixers read; by default one.
-        mark: see `Group`.
+        mark: see `RowGroup`.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class _Watching(StateView):
         mark: int | None = None,
     ) -> None:
         cache = SlotCache()
-        group = Group(rows=[0], cuts=tuple(cuts) or (width,), mark=mark, before=[None])
+        group = RowGroup(rows=[0], cuts=tuple(cuts) or (width,), mark=mark, before=[None])
         super().__init__(cache, WritePlan((cache.acquire(),), (0,), (width,)), [group])
         cache.reserve(width)
         self.width = width
@@ -109,7 +109,7 @@ class _Watching(StateView):
 
 
 @dataclass(frozen=True)
-class Continuation:
+class ResumedMixers:
     """How the mixers of a model go on from a state.
 
     Attributes:
@@ -133,7 +133,7 @@ class Continuation:
         return not self.single
 
 
-def continuation(model: Any, mixers: Sequence[nn.Module]) -> Continuation:
+def continuation(model: Any, mixers: Sequence[nn.Module]) -> ResumedMixers:
     """Compare what each mixer computes in one pass, in two, and token by token, in float32.
 
     A state that is left out is seen here in every dtype of the model. In the logits of a model in bfloat16 it could
@@ -154,7 +154,7 @@ def continuation(model: Any, mixers: Sequence[nn.Module]) -> Continuation:
         )
         if not alike:
             divisible.discard(type(mixer))
-    return Continuation(several, single, frozenset(divisible if several and single else ()))
+    return ResumedMixers(several, single, frozenset(divisible if several and single else ()))
 
 
 def _inputs(model: Any, mixers: Sequence[nn.Module]) -> list[tuple[nn.Module, tuple[Any, Any]]]:
@@ -260,7 +260,7 @@ class _Divided:
             return made[0][1]
         return _spread(made, self._rows, self._width)
 
-    def _read(self, group: Group, args: Any, options: Any) -> Any:
+    def _read(self, group: RowGroup, args: Any, options: Any) -> Any:
         parts, start = [], 0
         cuts = group.cuts[-1:] if self._divisible else group.cuts
         for stop in cuts:
@@ -302,7 +302,7 @@ def _joined(parts: Sequence[Any], widths: Sequence[int]) -> Any:
     return parts[-1]
 
 
-def _spread(made: Sequence[tuple[Group, Any]], rows: int, width: int) -> Any:
+def _spread(made: Sequence[tuple[RowGroup, Any]], rows: int, width: int) -> Any:
     """The outputs of groups as the output of a padded pass."""
     group, first = made[0]
     if isinstance(first, Tensor):

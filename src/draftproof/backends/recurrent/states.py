@@ -60,7 +60,7 @@ def _together(states: Sequence[State | None]) -> dict[Key, Tensor]:
 
 
 @dataclass(eq=False)
-class Group:
+class RowGroup:
     """Rows of a pass that recurrent layers read together: they read equally many tokens, in the same pieces.
 
     Attributes:
@@ -96,7 +96,7 @@ class StateView(CacheView):
         state_at_root: what a recurrence has found there, until its layer gives the state at the end.
     """
 
-    def __init__(self, cache: SlotCache, plan: WritePlan, groups: Sequence[Group]) -> None:
+    def __init__(self, cache: SlotCache, plan: WritePlan, groups: Sequence[RowGroup]) -> None:
         super().__init__(cache, plan)
         self.groups = groups
         self._group = groups[0]
@@ -106,7 +106,7 @@ class StateView(CacheView):
         self.recurrent_state: Tensor | None = None
         self.state_at_root: Tensor | None = None
 
-    def begin(self, group: Group, width: int, divide: int | None = None) -> None:
+    def begin(self, group: RowGroup, width: int, divide: int | None = None) -> None:
         """From now on, layers read this many tokens of each row of a group.
 
         Args:

@@ -18,8 +18,8 @@ from starlette.types import Message, Receive, Scope, Send
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
 from draftproof.server.app import Server, make_app
-from draftproof.server.auth import Keys
-from draftproof.server.entrance import Asked, Entrance, Lost, answered, refusal, whole
+from draftproof.server.auth import ApiKeys
+from draftproof.server.entrance import Entrance, IncomingRequest, Lost, answered, refusal, whole
 from draftproof.server.logs import start_logging
 from draftproof.server.metrics import together
 from draftproof.server.settings import Settings
@@ -38,7 +38,7 @@ class Replica:
     """One engine and its server, without a socket: requests come from the entrance."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
-        self, target: str, draft: str | None, engine: Mapping[str, Any], settings: Settings, keys: Keys
+        self, target: str, draft: str | None, engine: Mapping[str, Any], settings: Settings, keys: ApiKeys
     ) -> None:
         start_logging(as_json=settings.json_logs)
         loaded = await asyncio.to_thread(Engine.load, target, draft, **engine)
@@ -57,13 +57,13 @@ class Replica:
         if not self._server.worker.ready:
             raise RuntimeError("the engine's thread has ended, or does not end a round")
 
-    async def answer(self, asked: Asked) -> AsyncGenerator[Message]:
+    async def answer(self, asked: IncomingRequest) -> AsyncGenerator[Message]:
         """The messages of ASGI that answer a request; a caller that closes the iterator drops the request."""
         async with aclosing(answered(self._app, asked, [(_NAME, self._name)])) as messages:
             async for message in messages:
                 yield message
 
-    async def whole(self, asked: Asked) -> list[Message]:
+    async def whole(self, asked: IncomingRequest) -> list[Message]:
         """All messages of `answer`."""
         return [message async for message in self.answer(asked)]
 
@@ -74,7 +74,7 @@ class Front:
     The metrics are those of all replicas, which are asked together.
     """
 
-    def __init__(self, replicas: Any, settings: Settings, keys: Keys, at_once: int) -> None:
+    def __init__(self, replicas: Any, settings: Settings, keys: ApiKeys, at_once: int) -> None:
         start_logging(as_json=settings.json_logs)
         self._replicas = replicas
         self._answer = replicas.options(stream=True).answer
@@ -95,7 +95,7 @@ class Front:
 
         return app
 
-    async def _passed(self, asked: Asked) -> AsyncGenerator[Message]:
+    async def _passed(self, asked: IncomingRequest) -> AsyncGenerator[Message]:
         """The answer of the replica that the router chooses."""
         stream = self._answer.remote(asked)
         try:
@@ -109,7 +109,7 @@ class Front:
             stream.cancel()
             raise
 
-    async def _metrics(self, asked: Asked) -> Sequence[Message]:
+    async def _metrics(self, asked: IncomingRequest) -> Sequence[Message]:
         """The metrics of all replicas that answer in time, or what one of them says that refuses to."""
         try:
             asking = self._replicas.broadcast("whole", asked)
@@ -213,6 +213,6 @@ def deployment(
         **shared,
     )
     entrance = serve.deployment(serve.ingress()(Front), num_replicas=entrances, **_ENTRANCE, **shared)
-    allowed = Keys(keys)  # their digests: arguments of deployments are kept in Ray's state
+    allowed = ApiKeys(keys)  # their digests: arguments of deployments are kept in Ray's state
     at_once = (max_replicas or replicas) * (batch + settings.max_waiting) + _READ_AT_ONCE
     return entrance.bind(made.bind(target, draft, options, settings, allowed), settings, allowed, at_once)

@@ -14,7 +14,7 @@ _SECTION = "draftproof"
 
 
 @dataclass(frozen=True)
-class Options:
+class PluginOptions:
     """Options of the plug-in.
 
     Attributes:
@@ -30,7 +30,7 @@ class Options:
     shared: bool = True
 
     @classmethod
-    def of(cls, vllm_config: Any) -> Options:
+    def of(cls, vllm_config: Any) -> PluginOptions:
         """The options in a `VllmConfig`; `rejection_sample_method: block` in its speculative config counts too."""
         whole = vllm_config.additional_config
         given = whole.get(_SECTION, {}) if isinstance(whole, dict) else {}

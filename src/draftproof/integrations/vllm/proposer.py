@@ -13,12 +13,12 @@ from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.registry import make_stopper
 from draftproof.errors import UserError
-from draftproof.integrations.vllm.options import Options
+from draftproof.integrations.vllm.options import PluginOptions
 from draftproof.integrations.vllm.runner import current_round
 from draftproof.rng import CounterRoundRng
 from draftproof.sampling import SamplingParams, Transforms
 from draftproof.stoppers.base import RoundTime, Stopper
-from draftproof.stoppers.costs import PassCosts
+from draftproof.stoppers.costs import DraftCosts
 
 _log = logging.getLogger("vllm.draftproof")
 
@@ -39,7 +39,7 @@ class Proposer:
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        options = Options.of(vllm_config)
+        options = PluginOptions.of(vllm_config)
         length = vllm_config.speculative_config.num_speculative_tokens
         self._longest = vllm_config.model_config.max_model_len
         self._vocab = vllm_config.model_config.get_vocab_size()
@@ -169,12 +169,12 @@ def _transforms(params: Any, vocab: int) -> Transforms:
     return Transforms(SamplingParams(temperature=params.temperature, seed=params.seed), vocab)
 
 
-def _drafter(options: Options, length: int) -> Drafter:
+def _drafter(options: PluginOptions, length: int) -> Drafter:
     if options.drafter == "ngram":
         return NgramDrafter(length)
     suffix = SuffixDrafter(length, shared=options.shared)
-    return suffix if options.drafter == "suffix" else AutoDrafter([], suffix, PassCosts())
+    return suffix if options.drafter == "suffix" else AutoDrafter([], suffix, DraftCosts())
 
 
-def _stopper(options: Options) -> Stopper | None:
+def _stopper(options: PluginOptions) -> Stopper | None:
     return None if options.stopper is None else make_stopper(options.stopper)

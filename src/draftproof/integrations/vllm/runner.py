@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from draftproof.accelerator import sent
-from draftproof.integrations.vllm.options import Options
+from draftproof.integrations.vllm.options import PluginOptions
 from draftproof.integrations.vllm.rules import NONE, GeneratorRng, verify_rows
 from draftproof.rng import NoiseRng, Purpose, Rng
 
@@ -111,7 +111,7 @@ def current_round() -> Round | None:
 def init_runner(original: Callable[..., None], self: Any, vllm_config: Any, device: torch.device) -> None:
     """Read options; let vLLM's drafters keep their probabilities for a block; for `gumbel`, draw with keyed noise."""
     original(self, vllm_config, device)
-    self.draftproof_rule = rule = Options.of(vllm_config).rule
+    self.draftproof_rule = rule = PluginOptions.of(vllm_config).rule
     self.draftproof_seeds = {}
     self.draftproof_next = None
     speculative = vllm_config.speculative_config

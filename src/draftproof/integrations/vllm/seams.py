@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from draftproof.integrations.vllm import runner, second_runner
-from draftproof.integrations.vllm.options import Options
+from draftproof.integrations.vllm.options import PluginOptions
 
 _log = logging.getLogger("vllm.draftproof")
 
@@ -82,7 +82,7 @@ def prepare() -> None:
 
     def create_engine_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         config = original(*args, **kwargs)
-        Options.of(config)
+        PluginOptions.of(config)
         return config
 
     def init_device(original: Callable[..., Any], self: Any) -> None:
@@ -96,7 +96,7 @@ def prepare() -> None:
 def change(vllm_config: Any) -> None:
     """Change the model runner of a worker, before it is made, as far as its options ask."""
     try:
-        rule, proposes = Options.of(vllm_config).rule, _proposes(vllm_config)
+        rule, proposes = PluginOptions.of(vllm_config).rule, _proposes(vllm_config)
         second = vllm_config.use_v2_model_runner
     except AttributeError as error:  # another vLLM, which does not fail for a plug-in
         _unknown(str(error))

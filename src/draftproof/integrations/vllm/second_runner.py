@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from draftproof.integrations.vllm.options import Options
+from draftproof.integrations.vllm.options import PluginOptions
 from draftproof.integrations.vllm.rules import matched_rows
 
 _log = logging.getLogger("vllm.draftproof")
@@ -24,7 +24,7 @@ NOISE = "vllm.v1.worker.gpu.sample.gumbel"
 def load_model(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """The second runner has token and block verification, and its plain sampler is keyed by seed and place already."""
     original(self, *args, **kwargs)
-    rule, verifier = Options.of(self.vllm_config).rule, self.rejection_sampler
+    rule, verifier = PluginOptions.of(self.vllm_config).rule, self.rejection_sampler
     if rule is None or verifier is None:
         return
     if rule == "gumbel":

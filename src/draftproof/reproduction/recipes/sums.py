@@ -12,7 +12,7 @@ from torch import Tensor
 from draftproof.bench.estimate import Estimate, Item, Statistic, bootstrap, resample
 from draftproof.reproduction.claims import Claim, Kind, claim, column
 from draftproof.reproduction.expected_accepted import key
-from draftproof.reproduction.experiments import COUNTS, Experiments, PairNames, Places, Row
+from draftproof.reproduction.experiments import COUNTS, Experiments, PairNames, Row, RulesAtPositions
 from draftproof.reproduction.recipes.base import implied_acceptance
 
 
@@ -81,7 +81,7 @@ def less(one: Statistic, other: Statistic) -> Statistic:
 class AtPlaces:
     """Sums over positions of the expected accepted tokens in each column."""
 
-    def __init__(self, experiments: Experiments, places: Places, columns: Sequence[str]) -> None:
+    def __init__(self, experiments: Experiments, places: RulesAtPositions, columns: Sequence[str]) -> None:
         self.columns = list(columns)
         rows = [[row["places"], *(row["accepted"][name] for name in columns)] for row in experiments.places(places)]
         self.sums: Float[Tensor, "prompts columns"] = torch.tensor(rows, dtype=torch.float64)
@@ -123,7 +123,7 @@ def why_other(paper: float, ours: Estimate, n: int, label: str) -> str:
     )
 
 
-def several(experiments: Experiments, pair: PairNames, **changes: Any) -> Places:
+def several(experiments: Experiments, pair: PairNames, **changes: Any) -> RulesAtPositions:
     """Rules for several drafts, for Block Verification's table 5 and SpecTr's tables."""
     return experiments.scaled_places(pair, lengths=(4, 8), drafts=(1, 2, 4, 8), chains=8, **changes)
 

@@ -30,7 +30,7 @@ _Body = TypeVar("_Body", bound=Body)
 
 
 @dataclass(frozen=True)
-class Parts:
+class AnswerDelta:
     """What a piece adds to an answer; log-probabilities are of the answer itself, without its reasoning."""
 
     reasoning: str
@@ -57,12 +57,12 @@ class Continuation:
     reused: int = 0  # tokens of the prompt that were taken over from other requests
     tools: ToolReader | None = None  # divides text and calls; None where no tool can be called
 
-    def add(self, piece: Piece) -> Parts:
+    def add(self, piece: Piece) -> AnswerDelta:
         """Add a piece, and say what it adds."""
         text, calls = piece.text, list[CallPart]()
         if self.tools is not None:
             text, calls = self.tools.read(piece.text, last=piece.finish_reason is not None)
-        parts = Parts(piece.reasoning, text, calls, piece.logprobs[piece.reasoning_tokens :])
+        parts = AnswerDelta(piece.reasoning, text, calls, piece.logprobs[piece.reasoning_tokens :])
         self.reasoning += parts.reasoning
         self.text += parts.text
         for call in calls:
@@ -124,7 +124,7 @@ class Answer:
             for _ in range(len(self.parsed.prompts) * self.parsed.params.n)
         ]
 
-    def add(self, piece: Piece) -> Parts:
+    def add(self, piece: Piece) -> AnswerDelta:
         """Add a piece, and say what it adds."""
         return self.continuations[piece.index].add(piece)
 
@@ -207,7 +207,7 @@ class Form(Protocol):
     def opening(self, answer: Answer) -> bytes:
         """The events before the first piece."""
 
-    def piece(self, answer: Answer, piece: Piece, parts: Parts) -> bytes:
+    def piece(self, answer: Answer, piece: Piece, parts: AnswerDelta) -> bytes:
         """The events for a piece, whose parts have been added to the answer."""
 
     def closing(self, answer: Answer) -> bytes:

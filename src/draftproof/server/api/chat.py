@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from draftproof.sampling import TokenLogprob
 from draftproof.server import schemas
-from draftproof.server.api.answer import Answer, Continuation, Endpoint, Parts, itself
+from draftproof.server.api.answer import Answer, AnswerDelta, Continuation, Endpoint, itself
 from draftproof.server.api.openai import LEAST, OpenAIForm, asked_for, prompt_logprobs
 from draftproof.server.tools import CallPart
 from draftproof.server.worker import Piece
@@ -52,7 +52,7 @@ class ChatForm(OpenAIForm):
             yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     @override
-    def choice(self, answer: Answer, piece: Piece, parts: Parts) -> dict[str, Any]:
+    def choice(self, answer: Answer, piece: Piece, parts: AnswerDelta) -> dict[str, Any]:
         found = chat_logprobs(answer, parts.logprobs)
         each = answer.continuations[piece.index]
         delta: dict[str, Any] = {}

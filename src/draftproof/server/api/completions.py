@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from draftproof.sampling import TokenLogprob
 from draftproof.server import schemas
-from draftproof.server.api.answer import Answer, Endpoint, Parts, itself
+from draftproof.server.api.answer import Answer, AnswerDelta, Endpoint, itself
 from draftproof.server.api.openai import LEAST, OpenAIForm, asked_for, prompt_logprobs
 from draftproof.server.worker import Piece
 
@@ -50,7 +50,7 @@ class CompletionForm(OpenAIForm):
                 yield {"index": index, "text": answer.echoed(index), "logprobs": None, "finish_reason": None}
 
     @override
-    def choice(self, answer: Answer, piece: Piece, parts: Parts) -> dict[str, Any]:
+    def choice(self, answer: Answer, piece: Piece, parts: AnswerDelta) -> dict[str, Any]:
         before = self._characters.get(piece.index, 0)
         found = _completion_logprobs(answer, parts.logprobs, before)
         self._characters[piece.index] = before + sum(len(answer.token_text(one.token_id)) for one in parts.logprobs)

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 from typing_extensions import override
 
-from draftproof.server.api.answer import Answer, Continuation, Endpoint, Form, Parts
+from draftproof.server.api.answer import Answer, AnswerDelta, Continuation, Endpoint, Form
 from draftproof.server.api.messages_request import MessagesBody, chat_to_answer
 from draftproof.server.api.openai import json_event
 from draftproof.server.errors import ApiError, anthropic_body
@@ -118,7 +118,7 @@ class MessagesForm(Form):
         return b""  # the first piece says how much of the prompt was known, which the first event tells
 
     @override
-    def piece(self, answer: Answer, piece: Piece, parts: Parts) -> bytes:
+    def piece(self, answer: Answer, piece: Piece, parts: AnswerDelta) -> bytes:
         return b"".join(self._events(answer, parts))
 
     @override
@@ -132,7 +132,7 @@ class MessagesForm(Form):
     def failure(self, answer: Answer, error: ApiError) -> bytes:
         return json_event(anthropic_body(error), "error")
 
-    def _events(self, answer: Answer, parts: Parts) -> Iterator[bytes]:
+    def _events(self, answer: Answer, parts: AnswerDelta) -> Iterator[bytes]:
         if not self._begun:
             self._begun = True
             message = _message(answer, []).model_dump() | {"stop_reason": None, "stop_sequence": None}

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi.sse import format_sse_event
 from typing_extensions import override
 
-from draftproof.server.api.answer import Answer, Form, Parts
+from draftproof.server.api.answer import Answer, AnswerDelta, Form
 from draftproof.server.errors import ApiError
 from draftproof.server.schemas import PromptLogprob, PromptLogprobs, SamplingFields, StreamOptions, Usage
 from draftproof.server.worker import Piece
@@ -31,7 +31,7 @@ class OpenAIForm(Form):
         """The choices of the chunks before the first piece."""
 
     @abstractmethod
-    def choice(self, answer: Answer, piece: Piece, parts: Parts) -> dict[str, Any]:
+    def choice(self, answer: Answer, piece: Piece, parts: AnswerDelta) -> dict[str, Any]:
         """The choice of the chunk for a piece."""
 
     @override
@@ -39,7 +39,7 @@ class OpenAIForm(Form):
         return b"".join(self._event(answer, [choice]) for choice in self.first(answer))
 
     @override
-    def piece(self, answer: Answer, piece: Piece, parts: Parts) -> bytes:
+    def piece(self, answer: Answer, piece: Piece, parts: AnswerDelta) -> bytes:
         usage = answer.usage if self._options.continuous_usage_stats else None
         return self._event(answer, [self.choice(answer, piece, parts)], usage)
 

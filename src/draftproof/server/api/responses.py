@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from draftproof.sampling import TokenLogprob
 from draftproof.server.api import responses_schemas as schemas
-from draftproof.server.api.answer import Answer, Endpoint, Form, Parts
+from draftproof.server.api.answer import Answer, AnswerDelta, Endpoint, Form
 from draftproof.server.api.chat import chat_logprobs
 from draftproof.server.api.openai import json_event
 from draftproof.server.api.responses_chat import FREE, chat_of, several
@@ -219,7 +219,7 @@ class ResponseForm(Form):
         return self._sent([("created", begun), ("in_progress", begun)])
 
     @override
-    def piece(self, answer: Answer, piece: Piece, parts: Parts) -> bytes:
+    def piece(self, answer: Answer, piece: Piece, parts: AnswerDelta) -> bytes:
         events = list[_Event]()
         if parts.reasoning:
             events += self._more(answer, _Reasoning, parts.reasoning)

@@ -28,7 +28,7 @@ from draftproof.sampling import SamplingParams
 from draftproof.training.data import read_examples, split
 from draftproof.training.evaluation.pair import about
 from draftproof.training.feature_loss import Frame, acceptance, target_rows
-from draftproof.training.feature_rows import Row, StateRows, Store, windows
+from draftproof.training.feature_rows import FeatureStore, StateRows, TrainingRow, windows
 from draftproof.training.responses import instruction_ids
 from draftproof.training.sweep import pass_costs
 
@@ -82,7 +82,7 @@ def evaluate_drafter(options: DrafterOptions, *, watch: Watch = silent) -> Resul
                 ANSWERS: own_answers(options.prompts, target, tokenizer, seed, options.trials),
             }
             for place, (kind, (rows, prompts)) in enumerate(kinds.items(), 1):
-                states = Store(target, [rows], length=WINDOW, cache=Path(folder), key="trained").shard(0)
+                states = FeatureStore(target, [rows], length=WINDOW, cache=Path(folder), key="trained").shard(0)
                 found["acceptance"].append({"kind": kind, "seed": seed, **_along(options, target, states, nets)})
                 found["runs"] += [
                     {"kind": kind, "seed": seed, "drafter": name, **_run(engine, prompts, seed)}
@@ -126,7 +126,7 @@ def _engine(target: Loaded, tokenizer: Any, drafter: str | None) -> Engine:
 
 def held_out_text(
     files: Sequence[Path], form: str, tokenizer: Any, seed: int, trials: int
-) -> tuple[list[Row], list[list[int]]]:
+) -> tuple[list[TrainingRow], list[list[int]]]:
     """Windows of held-out text, chosen by the seed, and openings of the first `trials` of them."""
     texts = [example.text for example in read_examples(files, form=form, opening=0)[0]]
     rows = windows(texts, tokenizer, length=WINDOW, most=WINDOWS, seed=100 + seed)
@@ -135,7 +135,7 @@ def held_out_text(
 
 def own_answers(
     files: Sequence[Path], target: Loaded, tokenizer: Any, seed: int, trials: int
-) -> tuple[list[Row], list[list[int]]]:
+) -> tuple[list[TrainingRow], list[list[int]]]:
     """The target's answers to held-out instructions (the tenth for tests), and the first `trials` instructions."""
     plain = _engine(target, tokenizer, None)
     examples = split(read_examples(files, opening=0)[0])["test"]
@@ -144,7 +144,10 @@ def own_answers(
         raise UserError("no held-out instruction of less than 128 tokens: give more instructions with --prompts")
     params = [SamplingParams(max_tokens=ANSWER, seed=1000 * seed + number) for number in range(len(ids))]
     outputs = plain.generate(ids, params)
-    rows = [Row((*prompt, *out.token_ids)[:WINDOW], len(prompt) - 1) for prompt, out in zip(ids, outputs, strict=True)]
+    rows = [
+        TrainingRow((*prompt, *out.token_ids)[:WINDOW], len(prompt) - 1)
+        for prompt, out in zip(ids, outputs, strict=True)
+    ]
     return rows, ids[:trials]
 
 

@@ -30,7 +30,7 @@ Judge = Callable[[Continuations], float]
 
 
 @dataclass(frozen=True)
-class TextOptions:
+class TextEvaluationOptions:
     """What is evaluated.
 
     Attributes:
@@ -58,7 +58,7 @@ class TextOptions:
     shown: int = 6
 
 
-def evaluate_text(options: TextOptions, *, watch: Watch = silent) -> Results:
+def evaluate_text(options: TextEvaluationOptions, *, watch: Watch = silent) -> Results:
     """Bits per byte under the judge, and the share of words that no known text has."""
     facts = run_facts()
     examples = split(read_examples(options.texts, form=options.form)[0])["test"][: options.count]
@@ -91,7 +91,7 @@ def _cut(text: str, size: int) -> str:
 
 
 def _continuations(
-    engine: Engine, examples: Sequence[Example], temperature: float, options: TextOptions
+    engine: Engine, examples: Sequence[Example], temperature: float, options: TextEvaluationOptions
 ) -> Continuations:
     """A model's continuations of the openings, plainly decoded."""
     params = [
@@ -101,7 +101,7 @@ def _continuations(
     return [(each.prompt, _cut(out.text, options.size)) for each, out in zip(examples, outputs, strict=True)]
 
 
-def _judge(options: TextOptions) -> Judge:
+def _judge(options: TextEvaluationOptions) -> Judge:
     """Bits per byte of continuations, under the model that reads."""
     refuse_gguf(options.judge, "a judge of texts")
     tokenizer = load_tokenizer(models.resolve(options.judge))
@@ -125,7 +125,9 @@ def _row(title: str, pairs: Continuations, judge: Judge, known: set[str]) -> dic
     return {"text": title, "bits_per_byte": judge(pairs), "coined_words": coined / max(len(words), 1)}
 
 
-def _lines(options: TextOptions, rows: Sequence[dict[str, Any]], samples: dict[str, Continuations]) -> list[str]:
+def _lines(
+    options: TextEvaluationOptions, rows: Sequence[dict[str, Any]], samples: dict[str, Continuations]
+) -> list[str]:
     cells = [(row["text"], f"{row['bits_per_byte']:.3f}", f"{row['coined_words']:.2%}") for row in rows]
     judge = without_directory(options.judge)
     lines = [

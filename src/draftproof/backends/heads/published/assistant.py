@@ -22,7 +22,7 @@ from draftproof.backends.heads.base import HeadSession, TargetHead
 from draftproof.backends.heads.published.files import HeadFiles, cast, read_head, refuse_other_target
 from draftproof.backends.heads.published.layers import LayerShape, make_norm, make_product
 from draftproof.backends.hf.backend import HFBackend
-from draftproof.backends.products.packed_linear import Product
+from draftproof.backends.products.packed_linear import PackedLinear
 from draftproof.errors import UserError
 
 _FAMILIES = ("gemma4_text", "gemma4_unified_text")
@@ -109,7 +109,7 @@ class AssistantNet:
         self._rope = Gemma4TextRotaryEmbedding(config).to(target.device)
         self._table = cast(files.take("model.embed_tokens.weight", [vocab, shape.size]), target)
         files.ignore("lm_head.weight")
-        self._clusters: Product | None = None
+        self._clusters: PackedLinear | None = None
         if files.config.get("use_ordered_embeddings"):
             count = files.number("num_centroids")
             self._kept = files.number("centroid_intermediate_top_k")
@@ -121,7 +121,7 @@ class AssistantNet:
             self._clusters = make_product(files, "masked_embedding.centroids", count, shape.size, target)
             self._members = _members(files, vocab, count).to(target.device)
         else:
-            self._output = Product(self._table)
+            self._output = PackedLinear(self._table)
 
     def __call__(
         self,

@@ -31,9 +31,9 @@ from draftproof.backends.heads.published.files import (
 )
 from draftproof.backends.heads.published.layers import LayerShape, make_layers, make_norm, passes_of
 from draftproof.backends.heads.published.net import embedding_of, output_of, states_of, vocabulary_of
-from draftproof.backends.heads.published.parallel import ParallelBackend, ParallelSession, Places, Rows
+from draftproof.backends.heads.published.parallel import FeedRows, ParallelHeadBackend, ParallelLogits, ParallelSession
 from draftproof.backends.lean.layers import Layer
-from draftproof.backends.products.packed_linear import Product
+from draftproof.backends.products.packed_linear import PackedLinear
 from draftproof.tree import TokenTree
 
 _LONGEST = 64  # places of a block
@@ -131,7 +131,7 @@ class DFlashNet:
         self.width = shape.size
         self.places = block.size - block.first
         self.embed = embedding_of(files, shape, target)
-        self._fc = Product(cast(files.take("fc.weight", [shape.size, len(self.layers) * given]), target))
+        self._fc = PackedLinear(cast(files.take("fc.weight", [shape.size, len(self.layers) * given]), target))
         self._fused_norm = make_norm(files, shape, "hidden_norm", target)
         self._decoder = make_layers(files, shape, target)
         self._norm = make_norm(files, shape, "norm", target)
@@ -191,7 +191,7 @@ class DFlashNet:
         """Logits of `ids` after the tokens."""
         return self._head(states)
 
-    def conditioned(self, rows: Rows, before: Sequence[Before]) -> Rows:  # noqa: ARG002
+    def conditioned(self, rows: FeedRows, before: Sequence[Before]) -> FeedRows:  # noqa: ARG002
         """Rows of all sessions, given what was drafted before each of them; here that changes nothing."""
         return rows
 
@@ -201,7 +201,7 @@ def _places(feed: Feed) -> range:
     return range(0 if feed.tree is None else len(feed.tree))
 
 
-class DFlashBackend(ParallelBackend):
+class DFlashBackend(ParallelHeadBackend):
     """A DFlash head over the target it was made for, or one of its kin."""
 
     def __init__(self, source: str, target: SlotBackend, kind: type[DFlashNet] = DFlashNet) -> None:
@@ -215,10 +215,10 @@ class DFlashBackend(ParallelBackend):
         self.capabilities = replace(self.capabilities, predicts=net.predicts)
 
     def follow(self, owner: Session) -> ParallelSession:
-        """See `ParallelBackend`."""
+        """See `ParallelHeadBackend`."""
         return ParallelSession(owner, FollowingSession(self._cache, owner, self.layers, back=0))
 
-    def _compute(self, sessions: Sequence[ParallelSession]) -> list[Places]:
+    def _compute(self, sessions: Sequence[ParallelSession]) -> list[ParallelLogits]:
         feeds = []
         for session in sessions:
             inner = _following(session.inner)
@@ -229,9 +229,9 @@ class DFlashBackend(ParallelBackend):
             outputs = in_passes(feeds, self._run)
         for session in sessions:
             _following(session.inner).rewind()
-        return [Places(out.logits, out.hidden) for out in outputs if out.hidden is not None]
+        return [ParallelLogits(out.logits, out.hidden) for out in outputs if out.hidden is not None]
 
-    def _rows(self, sessions: Sequence[ParallelSession], asked: Sequence[list[int]]) -> list[Rows]:
+    def _rows(self, sessions: Sequence[ParallelSession], asked: Sequence[list[int]]) -> list[FeedRows]:
         rows = super()._rows(sessions, asked)
         if not self._net.conditional:
             return rows
@@ -242,11 +242,11 @@ class DFlashBackend(ParallelBackend):
             for path in session.paths(count)
             if session.places is not None
         ]
-        joined = Rows(torch.cat([row.logits for row in rows]), torch.cat([row.states for row in rows]))
+        joined = FeedRows(torch.cat([row.logits for row in rows]), torch.cat([row.states for row in rows]))
         logits, states, accepted = self._net.conditioned(joined, before)
         parts = [torch.split(each, counts) for each in (logits, states)]
         predictions = [None] * len(rows) if accepted is None else torch.split(accepted, counts)
-        return [Rows(*each) for each in zip(*parts, predictions, strict=True)]
+        return [FeedRows(*each) for each in zip(*parts, predictions, strict=True)]
 
     def _run(self, feeds: Sequence[Feed]) -> list[FeedOutput]:
         """Read the target's states of every feed's chain; rows of the drafted places of those that have a block."""

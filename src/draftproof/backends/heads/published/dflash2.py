@@ -19,7 +19,7 @@ from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.published.dflash import Before, DFlashNet, last_tokens
 from draftproof.backends.heads.published.files import HeadFiles, cast
 from draftproof.backends.heads.published.layers import make_product
-from draftproof.backends.heads.published.parallel import Rows
+from draftproof.backends.heads.published.parallel import FeedRows
 from draftproof.backends.lean.layers import Layer
 
 
@@ -65,7 +65,7 @@ class DFlash2Net(DFlashNet):
         mixed, weights = around.entering(layer.between(x))
         return x + around.leaving(layer.down(layer.gated(layer.gate_up(mixed))), weights)
 
-    def conditioned(self, rows: Rows, before: Sequence[Before]) -> Rows:
+    def conditioned(self, rows: FeedRows, before: Sequence[Before]) -> FeedRows:
         """See `DFlashNet`: the best tokens of each row, scored by the token before; all others have logits of -inf."""
         scores, kept = rows.logits.topk(self._kept, -1)
         follows = embedding(last_tokens(before, rows.states.device), self._before) * self._project(rows.states)

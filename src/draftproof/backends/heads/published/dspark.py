@@ -18,8 +18,8 @@ from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.published.dflash import Before, DFlashNet, last_tokens
 from draftproof.backends.heads.published.files import HeadFiles, cast
 from draftproof.backends.heads.published.layers import make_product
-from draftproof.backends.heads.published.parallel import Rows
-from draftproof.backends.products.packed_linear import Product
+from draftproof.backends.heads.published.parallel import FeedRows
+from draftproof.backends.products.packed_linear import PackedLinear
 
 _VANILLA, _GATED, _RECURRENT = KINDS = ("vanilla", "gated", "rnn")
 
@@ -56,7 +56,7 @@ class DSparkNet(DFlashNet):
             self._confidence = (cast(weight, target).float(), cast(bias, target).float())
         self.predicts = self._confidence is not None
 
-    def conditioned(self, rows: Rows, before: Sequence[Before]) -> Rows:
+    def conditioned(self, rows: FeedRows, before: Sequence[Before]) -> FeedRows:
         """See `DFlashNet`."""
         logits, states, accepted = rows
         features = states
@@ -66,7 +66,7 @@ class DSparkNet(DFlashNet):
             features = torch.cat([states, tokens], -1) if self._reads_token else states
         if self._confidence is not None:
             accepted = linear(features.float(), *self._confidence).sigmoid().squeeze(-1)
-        return Rows(logits, states, accepted)
+        return FeedRows(logits, states, accepted)
 
 
 class MarkovHead:
@@ -78,7 +78,9 @@ class MarkovHead:
         mixed: of the gate or of the recurrent state; None for kind vanilla.
     """
 
-    def __init__(self, kind: str, first: Float[Tensor, "vocab rank"], last: Product, mixed: Product | None) -> None:
+    def __init__(
+        self, kind: str, first: Float[Tensor, "vocab rank"], last: PackedLinear, mixed: PackedLinear | None
+    ) -> None:
         self._kind = kind
         self._first = first
         self._last = last
@@ -111,7 +113,7 @@ class MarkovHead:
             mixed = make_product(files, "markov_head.gate_proj", rank, width + rank, target)
         elif kind == _RECURRENT:
             mixed = make_product(files, "markov_head.joint_proj", 3 * rank, width + 2 * rank, target)
-        return cls(kind, first, Product(last if order is None else last[order]), mixed)
+        return cls(kind, first, PackedLinear(last if order is None else last[order]), mixed)
 
     def embedded(self, tokens: Tensor) -> Float[Tensor, "*tokens rank"]:
         """The numbers of tokens."""

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftproof import models
+from draftproof.backends import base as backends
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.lean.checkpoint import weight_files
 from draftproof.errors import UserError, reason
@@ -260,8 +261,7 @@ def refuse_other_target(files: HeadFiles, target: SlotBackend, *, hidden: int | 
         raise misfit(f"reads hidden states of width {hidden}, and those of {target.name} have {theirs}")
     if vocab is not None and vocab != target.vocab_size:
         raise misfit(f"is for a vocabulary of {vocab} tokens, and {target.name} has {target.vocab_size}")
-    kind = getattr(getattr(target, "model", None), "config", None)
-    there = list(getattr(kind, "architectures", None) or [])
+    there = backends.architectures(target)
     ours = list(_verifier(files.config).get("architectures") or [])
     if there and ours and not set(there) & set(ours):
         raise misfit(f"was made for {' or '.join(ours)}, and {target.name} is {' or '.join(there)}")

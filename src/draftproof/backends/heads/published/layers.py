@@ -14,7 +14,7 @@ from draftproof.backends.heads.published.files import HeadFiles, cast
 from draftproof.backends.lean.layers import Layer, Norm
 from draftproof.backends.lean.rotary import Rope
 from draftproof.backends.lean.traits import ROPES
-from draftproof.backends.products.packed_linear import Product
+from draftproof.backends.products.packed_linear import PackedLinear
 
 FAMILIES = ("llama", "qwen3")
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -108,10 +108,10 @@ def make_layers(
     return [make_layer(files, shape, at, 0, target, **first), *others]
 
 
-def make_product(files: HeadFiles, name: str, outs: int, ins: int, target: SlotBackend) -> Product:
+def make_product(files: HeadFiles, name: str, outs: int, ins: int, target: SlotBackend) -> PackedLinear:
     """A linear layer, with a bias where the head has one."""
     weight, bias = files.take(f"{name}.weight", [outs, ins]), files.optional(f"{name}.bias", [outs])
-    return Product(cast(weight, target), None if bias is None else cast(bias, target))
+    return PackedLinear(cast(weight, target), None if bias is None else cast(bias, target))
 
 
 def raw_norm(

@@ -16,14 +16,14 @@ from torch.nn.functional import silu
 
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.published.files import WEIGHTS, HeadFiles, cast, read_head, refuse_other_target
-from draftproof.backends.heads.published.parallel import ParallelBackend, ParallelSession, Places
-from draftproof.backends.products.packed_linear import Product
+from draftproof.backends.heads.published.parallel import ParallelHeadBackend, ParallelLogits, ParallelSession
+from draftproof.backends.products.packed_linear import PackedLinear
 
 _FILES = ("medusa_lm_head.safetensors", WEIGHTS)
 _PREFIXES = ("", "medusa_head.")
 
 
-class MedusaBackend(ParallelBackend):
+class MedusaBackend(ParallelHeadBackend):
     """Medusa heads over the target they were made for."""
 
     def __init__(self, source: str, target: SlotBackend) -> None:
@@ -38,17 +38,19 @@ class MedusaBackend(ParallelBackend):
         files.refuse_left()
         super().__init__(target, f"medusa heads {source}", places=count, width=width)
 
-    def _compute(self, sessions: Sequence[ParallelSession]) -> list[Places]:
+    def _compute(self, sessions: Sequence[ParallelSession]) -> list[ParallelLogits]:
         states = torch.cat([session.owner.states_at([session.stem - 1]) for session in sessions]).to(self._dtype)
         rows = torch.stack([head(states) for head in self._heads], 1)
-        return [Places(row, state.expand(len(self._heads), -1)) for row, state in zip(rows, states, strict=True)]
+        return [
+            ParallelLogits(row, state.expand(len(self._heads), -1)) for row, state in zip(rows, states, strict=True)
+        ]
 
 
 class _Head:
     def __init__(self, files: HeadFiles, at: str, depth: int, width: int, target: SlotBackend) -> None:
         linears = [f"{at}{number}.linear" for number in range(depth)]
         self._blocks = [
-            Product(
+            PackedLinear(
                 cast(files.take(f"{name}.weight", [width, width]), target),
                 cast(files.take(f"{name}.bias", [width]), target),
             )
@@ -60,7 +62,7 @@ class _Head:
                 f"is for a vocabulary of {weight.shape[0]} tokens, and {target.name} has "
                 f"{target.vocab_size}: take heads that were made for this target"
             )
-        self._output = Product(cast(weight, target))
+        self._output = PackedLinear(cast(weight, target))
 
     def __call__(self, x: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows vocab"]:
         for block in self._blocks:

@@ -17,7 +17,7 @@ from draftproof.backends.heads.published.layers import LayerShape, make_layer, m
 from draftproof.backends.heads.published.net import PublishedNet
 from draftproof.backends.heads.published.steps import StepsBackend
 from draftproof.backends.lean.attention import Pass
-from draftproof.backends.products.packed_linear import Product
+from draftproof.backends.products.packed_linear import PackedLinear
 
 _AT = "mtp_layers.0."
 
@@ -37,11 +37,11 @@ class MtpHeadNet(PublishedNet):
         self.embed = target.embed
         self._embedded = make_norm(files, shape, f"{_AT}token_layernorm", target)
         self._given = make_norm(files, shape, f"{_AT}hidden_layernorm", target)
-        self._project = Product(cast(files.take(f"{_AT}input_proj.weight", [shape.size, 2 * shape.size]), target))
+        self._project = PackedLinear(cast(files.take(f"{_AT}input_proj.weight", [shape.size, 2 * shape.size]), target))
         self._layer = make_layer(files, shape, _AT, 0, target)
         self._norm = make_norm(files, shape, f"{_AT}final_layernorm", target)
         self._passes = passes_of(shape, [self._layer], target)
-        self.logits = Product(target.output_rows(torch.arange(target.vocab_size, device=target.device)))
+        self.logits = PackedLinear(target.output_rows(torch.arange(target.vocab_size, device=target.device)))
         files.ignore("verifier_lm_head.weight", "embed_tokens.weight", "lm_head.weight")
 
     def _run(self, x: Flat, embedded: Flat, at: Pass, masks: dict[str, Any]) -> Flat:

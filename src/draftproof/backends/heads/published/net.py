@@ -18,7 +18,7 @@ from draftproof.backends.heads.base import HeadBackend, LayeredNet
 from draftproof.backends.heads.published.files import HeadFiles, cast, drafted_ids, read_head
 from draftproof.backends.heads.published.layers import LayerShape
 from draftproof.backends.lean.layers import Embedding
-from draftproof.backends.products.packed_linear import Product
+from draftproof.backends.products.packed_linear import PackedLinear
 from draftproof.errors import UserError
 
 
@@ -79,15 +79,15 @@ def embedding_of(files: HeadFiles, shape: LayerShape, target: SlotBackend) -> Ca
     return target.embed
 
 
-class Output(NamedTuple):
+class DraftVocabulary(NamedTuple):
     """Which tokens a head drafts, and with which output layer."""
 
     ids: Int[Tensor, " ids"] | None  # the tokens, ascending; None for all
     order: Int[Tensor, " ids"] | None  # of the rows in the files, for that; None where it is theirs
-    product: Product  # the output layer
+    product: PackedLinear  # the output layer
 
 
-def output_of(files: HeadFiles, shape: LayerShape, target: SlotBackend) -> Output:
+def output_of(files: HeadFiles, shape: LayerShape, target: SlotBackend) -> DraftVocabulary:
     """The tokens that a head drafts, and its output layer or rows of the target's."""
     size, vocab = int(files.config.get("draft_vocab_size") or target.vocab_size), target.vocab_size
     ids, order = drafted_ids(files, size, vocab, target.device)
@@ -96,6 +96,6 @@ def output_of(files: HeadFiles, shape: LayerShape, target: SlotBackend) -> Outpu
         if shape.size != target.capabilities.hidden:
             raise files.refused("has no lm_head.weight, and the target's has another width")
         rows = target.output_rows(torch.arange(vocab, device=target.device) if ids is None else ids)
-        return Output(ids, order, Product(rows))
+        return DraftVocabulary(ids, order, PackedLinear(rows))
     weight = cast(own, target)
-    return Output(ids, order, Product(weight if order is None else weight[order]))
+    return DraftVocabulary(ids, order, PackedLinear(weight if order is None else weight[order]))

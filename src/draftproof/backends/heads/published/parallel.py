@@ -20,17 +20,17 @@ from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.base import HeadSession, TargetHead
 
 
-class Places(NamedTuple):
+class ParallelLogits(NamedTuple):
     """Rows of logits for all places after the last committed token, and the states that they were computed from."""
 
     logits: Float[Tensor, "places ids"]
     states: Float[Tensor, "places dim"]
 
 
-class Rows(NamedTuple):
+class FeedRows(NamedTuple):
     """What a feed gets."""
 
-    # logits, states: rows of `Places`, the logits corrected by the drafted tokens where a head does that
+    # logits, states: rows of `ParallelLogits`, the logits corrected by the drafted tokens where a head does that
     logits: Float[Tensor, "rows ids"]
     states: Float[Tensor, "rows dim"]
     accepted: Float[Tensor, " rows"] | None = None  # see `FeedOutput`
@@ -47,7 +47,7 @@ class ParallelSession(HeadSession):
         super().__init__()
         self.owner = owner
         self.inner = inner
-        self.places: Places | None = None  # the rows; None before the first feed of a round
+        self.places: ParallelLogits | None = None  # the rows; None before the first feed of a round
         self.root = 0  # number of tokens that were read before the draft
 
     def rewind(self) -> None:
@@ -60,10 +60,10 @@ class ParallelSession(HeadSession):
         drafted = self.stem + len(feed.tokens) - self.root
         return ([drafted] if len(feed.tokens) else []) + [drafted + depth for depth in feed_depths(feed)]
 
-    def rows(self, depths: Sequence[int]) -> Rows:
+    def rows(self, depths: Sequence[int]) -> FeedRows:
         """The rows of places with so many drafted tokens before them."""
         assert self.places is not None, "computed with the first feed of a round"
-        return Rows(self.places.logits[depths], self.places.states[depths])
+        return FeedRows(self.places.logits[depths], self.places.states[depths])
 
     def paths(self, rows: int) -> list[list[int]]:
         """The tokens before each of the last rows, from the last committed one on."""
@@ -83,7 +83,7 @@ class ParallelSession(HeadSession):
             self.inner.close()
 
 
-class ParallelBackend(TargetHead):
+class ParallelHeadBackend(TargetHead):
     """A head that drafts all tokens in one pass; subclasses compute the rows.
 
     Args:
@@ -110,7 +110,7 @@ class ParallelBackend(TargetHead):
         return ParallelSession(owner)
 
     @abstractmethod
-    def _compute(self, sessions: Sequence[ParallelSession]) -> list[Places]:
+    def _compute(self, sessions: Sequence[ParallelSession]) -> list[ParallelLogits]:
         """The rows of all places after the tokens of each session, in one pass."""
 
     @torch.inference_mode()
@@ -137,6 +137,6 @@ class ParallelBackend(TargetHead):
         rows = self._rows(sessions, asked)
         return [FeedOutput(row.logits, row.states if hidden else None, self._ids, row.accepted) for row in rows]
 
-    def _rows(self, sessions: Sequence[ParallelSession], asked: Sequence[list[int]]) -> list[Rows]:
+    def _rows(self, sessions: Sequence[ParallelSession], asked: Sequence[list[int]]) -> list[FeedRows]:
         """Rows of each session with so many drafted tokens before them; here they depend on the number only."""
         return [session.rows(depths) for session, depths in zip(sessions, asked, strict=True)]

@@ -18,7 +18,7 @@ from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.heads.base import Above, FollowingSession, HeadBackend
 from draftproof.backends.heads.published.eagle3 import Eagle3Net
 from draftproof.backends.heads.published.files import cast, mask_token_of, places_of, read_head
-from draftproof.backends.heads.published.parallel import ParallelBackend, ParallelSession, Places
+from draftproof.backends.heads.published.parallel import ParallelHeadBackend, ParallelLogits, ParallelSession
 from draftproof.tree import TokenTree
 
 
@@ -50,7 +50,7 @@ class _MaskedBackend(HeadBackend):
         return _MaskedSession(self._cache, owner, self.layers, self._mask)
 
 
-class PEagleBackend(ParallelBackend):
+class PEagleBackend(ParallelHeadBackend):
     """A P-EAGLE head over the target it was made for."""
 
     def __init__(self, source: str, target: SlotBackend) -> None:
@@ -65,10 +65,10 @@ class PEagleBackend(ParallelBackend):
         super().__init__(target, self._model.name, places=places, width=net.width, layers=net.layers, ids=net.ids)
 
     def follow(self, owner: Session) -> ParallelSession:
-        """See `ParallelBackend`."""
+        """See `ParallelHeadBackend`."""
         return ParallelSession(owner, self._model.follow(owner))
 
-    def _compute(self, sessions: Sequence[ParallelSession]) -> list[Places]:
+    def _compute(self, sessions: Sequence[ParallelSession]) -> list[ParallelLogits]:
         feeds = []
         for session in sessions:
             inner = session.inner
@@ -79,4 +79,4 @@ class PEagleBackend(ParallelBackend):
         for feed in feeds:
             assert isinstance(feed.session, FollowingSession), "made here"
             feed.session.rewind()
-        return [Places(out.logits, out.hidden) for out in outputs if out.hidden is not None]
+        return [ParallelLogits(out.logits, out.hidden) for out in outputs if out.hidden is not None]
