@@ -20,6 +20,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from typing_extensions import override
 
 from draftproof import native
 from draftproof.accelerator import sent
@@ -187,14 +188,14 @@ class CounterRng:
         return inverse_cdf(weights, self._next(_DrawKind.INDEX, weights.shape[:-1], weights.device))
 
 
-class CounterRoundRng:
+class CounterRoundRng(RoundRng):
     """The RoundRng of the engine: row r is keyed by its own seed and its own round number."""
 
     def __init__(self, seeds: Sequence[int], rounds: Sequence[int]) -> None:
         self._keys = [fold(seed, number) for seed, number in zip(seeds, rounds, strict=True)]
 
+    @override
     def at(self, purpose: Purpose, place: int = 0, rows: Sequence[int] | None = None) -> CounterRng:
-        """See RoundRng."""
         picked = range(len(self._keys)) if rows is None else rows
         return CounterRng([fold(self._keys[row], purpose, place) for row in picked])
 
@@ -273,7 +274,7 @@ class NoiseRng:
         return first_arrival(weights, keys)
 
 
-class NoiseRoundRng:
+class NoiseRoundRng(RoundRng):
     """The RoundRng of rules with shared noise: a draw for a place has the same noise in every round and purpose.
 
     Args:
@@ -284,8 +285,9 @@ class NoiseRoundRng:
     def __init__(self, seeds: Sequence[int], places: Sequence[int]) -> None:
         self._rows = list(zip(seeds, places, strict=True))
 
+    @override
     def at(self, purpose: Purpose, place: int = 0, rows: Sequence[int] | None = None) -> NoiseRng:
-        """See RoundRng; `place` counts from the first token of the round."""
+        """`place` counts from the first token of the round."""
         picked = self._rows if rows is None else [self._rows[row] for row in rows]
         return NoiseRng([seed for seed, _ in picked], [first + place for _, first in picked], purpose)
 
@@ -317,7 +319,7 @@ class SplitRng:
         return made
 
 
-class SplitRoundRng:
+class SplitRoundRng(RoundRng):
     """The RoundRng of a batch whose requests draw in several ways.
 
     Args:
@@ -327,8 +329,8 @@ class SplitRoundRng:
     def __init__(self, parts: Sequence[tuple[Sequence[int], RoundRng]]) -> None:
         self._parts = [({row: place for place, row in enumerate(rows)}, rng) for rows, rng in parts]
 
+    @override
     def at(self, purpose: Purpose, place: int = 0, rows: Sequence[int] | None = None) -> Rng:
-        """See RoundRng."""
         picked = sorted(row for own, _ in self._parts for row in own) if rows is None else rows
         parts: list[tuple[Sequence[int], Rng]] = []
         for own, rng in self._parts:

@@ -160,6 +160,23 @@ def test_a_statement_assigns_one_attribute(name):
     assert not together, f"{name} assigns several attributes at once in lines {together}"
 
 
+def pointers(text):
+    """Lines of functions whose docstring only points at another one."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds))
+    return [node.lineno for node in nodes if (ast.get_docstring(node) or "").startswith("See ")]
+
+
+@for_each(MODULES)
+def test_docstrings_say_something_themselves(name):
+    """A method that does what its base class says has `@override` and no docstring."""
+    assert not pointers(MODULES[name].read_text(encoding="utf-8"))
+
+
+def test_a_docstring_that_points_elsewhere_is_seen():
+    assert pointers('def f():\n    """See `g`."""\n\n\ndef g():\n    """Sees."""\n') == [1]
+
+
 def class_names(paths):
     return [
         node.name

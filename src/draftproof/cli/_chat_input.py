@@ -9,6 +9,7 @@ from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
+from typing_extensions import override
 
 _PROMPT, _FURTHER = ">>> ", "... "
 
@@ -38,8 +39,8 @@ class _Words(Completer):
     def __init__(self, completions: Callable[[str], list[str]]) -> None:
         self._completions = completions
 
-    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:  # noqa: ARG002
-        """See prompt_toolkit."""
+    @override
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
         last = text.rpartition(" ")[2]
         return [Completion(word, start_position=-len(last)) for word in self._completions(text)]

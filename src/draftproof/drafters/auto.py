@@ -17,11 +17,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from draftproof.backends.base import Backend
 from draftproof.backends.cache.prefix_cache import PrefixCache
 from draftproof.draft import Draft, Origin
-from draftproof.drafters.base import DraftRequest
+from draftproof.drafters.base import DraftRequest, PreparedDrafter, SessionDrafter
 from draftproof.drafters.extended import LEAST, extended
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import point_chain, with_probabilities
@@ -104,7 +105,7 @@ class _Choice:
     looked: dict[int, Found] = field(default_factory=dict)
 
 
-class AutoDrafter:
+class AutoDrafter(SessionDrafter, PreparedDrafter):
     """Chooses in every round among drafters from models, a lookup for passages that repeat, and nothing.
 
     The stoppers of all sources share `passes`, the costs of the target's pass. `masses` says whether the rule takes
@@ -151,8 +152,8 @@ class AutoDrafter:
         """The models of the sources that are built."""
         return [model for source in self.sources if source.drafter for model in source.drafter.backends]
 
+    @override
     def reuse(self, kept: PrefixCache) -> None:
-        """See SessionDrafter."""
         self._kept = kept
         for source in self.sources:
             if source.drafter is not None:
@@ -163,8 +164,8 @@ class AutoDrafter:
         if self._latest is not None and self._latest.drafter is not None:
             self._latest.drafter.read(parts)
 
+    @override
     def ended(self, request_id: int, tokens: list[int]) -> None:
-        """See SessionDrafter."""
         for source in self.sources:
             if source.drafter is not None:
                 source.drafter.ended(request_id, tokens)
@@ -176,7 +177,7 @@ class AutoDrafter:
         return max([*lengths, self.lookup.limit if self.lookup else 0])
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
-        """See Drafter; nothing is drafted in the round that reads a request's prompt."""
+        """Nothing is drafted in the round that reads a request's prompt."""
         able = [one for one in requests if one.limit > 0 and len(one.tokens) > one.prompt_length]
         before, batch = self._choice, len(requests)
         self._choice = _Choice()
@@ -265,8 +266,8 @@ class AutoDrafter:
         """Sources that are not built yet."""
         return [one for one in self.sources if one.drafter is None and not one.failed]
 
+    @override
     def prepare(self, seconds: float) -> bool:
-        """See `PreparedDrafter`."""
         end = time.perf_counter() + seconds
         for source in self._missing:
             if not source.build(end):

@@ -65,12 +65,6 @@ class SessionDrafter(Protocol):
         """Called before `release` when a request ended without an error: its sessions may be kept."""
 
 
-def stopper_of(drafter: object) -> Stopper | None:
-    """What decides how long its chains get, by its attribute `stopper`; None where lengths are its own."""
-    found: Stopper | None = getattr(drafter, "stopper", None)
-    return found
-
-
 @runtime_checkable
 class PreparedDrafter(Protocol):
     """A drafter that makes parts of itself while it is used; they can be made before."""

@@ -10,11 +10,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import override
 
 from draftproof import native
 from draftproof.backends.base import Backend, Feed, Session, room, unread
 from draftproof.backends.cache.prefix_cache import PrefixCache
-from draftproof.drafters.base import DraftRequest
+from draftproof.drafters.base import DraftRequest, SessionDrafter
 from draftproof.errors import UserError, blamed_on
 from draftproof.sampling import LogitsCheck, SamplingParams, Transforms, probabilities, shaped
 from draftproof.stoppers.base import RoundTime, Stopper
@@ -151,7 +152,7 @@ class DraftModel:
             session.close()
 
 
-class ModelBacked:
+class ModelBacked(SessionDrafter):
     """The common part of drafters that draw from a draft model, with a stopper that decides how long drafts get."""
 
     point_masses = False
@@ -192,16 +193,16 @@ class ModelBacked:
         """The draft model."""
         return (self.model.backend,)
 
+    @override
     def reuse(self, kept: PrefixCache) -> None:
-        """See SessionDrafter."""
         self.model.kept = kept
 
+    @override
     def read(self, parts: Sequence[DraftRequest]) -> None:
-        """See SessionDrafter."""
         self.model.read(parts)
 
+    @override
     def ended(self, request_id: int, tokens: list[int]) -> None:
-        """See SessionDrafter."""
         self.model.ended(request_id, tokens)
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:

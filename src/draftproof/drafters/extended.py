@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from typing_extensions import override
 
 from draftproof.backends.base import Backend
 from draftproof.backends.cache.prefix_cache import PrefixCache
@@ -37,7 +38,7 @@ def extended(draft: Draft, found: Found, vocab_size: int) -> Draft:
     return replace(draft, tree=tree, probs=torch.cat([draft.probs, more.probs]), certain_from=draft.drawn)
 
 
-class ExtendedDrafter:
+class ExtendedDrafter(SessionDrafter):
     """Extends the chains of another drafter, which have rows of q, by lookups.
 
     `least` tokens before an extension must be known.
@@ -73,7 +74,7 @@ class ExtendedDrafter:
 
     @property
     def max_positions(self) -> int | None:
-        """See Drafter; beyond what the first drafter reads, the lookup drafts alone."""
+        """Beyond what the first drafter reads, the lookup drafts alone."""
         return self._lookup.max_positions
 
     @property
@@ -86,20 +87,20 @@ class ExtendedDrafter:
         """The first drafter's models."""
         return self._sessions.backends
 
+    @override
     def reuse(self, kept: PrefixCache) -> None:
-        """See SessionDrafter."""
         self._sessions.reuse(kept)
 
+    @override
     def read(self, parts: Sequence[DraftRequest]) -> None:
-        """See SessionDrafter."""
         self._sessions.read(parts)
 
+    @override
     def ended(self, request_id: int, tokens: list[int]) -> None:
-        """See SessionDrafter."""
         self._sessions.ended(request_id, tokens)
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
-        """See Drafter."""
+        """The first drafter's drafts, each extended by what the lookup finds after it."""
         drafts = self._first.propose(requests, rng)
         self._own = {request.id: len(draft) for request, draft in zip(requests, drafts, strict=True)}
         return [self._extended(draft, request) for draft, request in zip(drafts, requests, strict=True)]

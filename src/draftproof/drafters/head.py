@@ -6,6 +6,8 @@ the hidden states of the last verification (EAGLE, arXiv 2401.15077).
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from draftproof.backends.base import Session, unread
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.base import HeadSession, TargetHead
@@ -31,8 +33,9 @@ class FollowingModel(DraftModel):
         """False: nothing is drafted in a request's first round, so the length is not constant."""
         return False
 
+    @override
     def depth(self, request: DraftRequest, limit: int) -> int:
-        """See DraftModel; 0 until the target has read all but the last token."""
+        """0 until the target has read all but the last token."""
         most = super().depth(request, limit)
         if not most or len(request.tokens) < 2 - self._head.back:
             return 0
@@ -53,8 +56,8 @@ class FollowingModel(DraftModel):
     def ended(self, request_id: int, tokens: list[int]) -> None:
         """Nothing is kept: a head reads a text again in a small part of the target's time."""
 
+    @override
     def unread(self, session: Session, request: DraftRequest) -> list[int]:
-        """See DraftModel."""
         return unread(session, request.tokens[1 - self._head.back :])
 
     def _roll_back(self, request: DraftRequest) -> int:

@@ -59,7 +59,7 @@ class ModelDrafter(ModelBacked):
         self._stride = stride or (1 if model.backend.device.type == "cpu" else 4)
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
-        """See Drafter; each step is one forward pass of the draft model, for the rows that are still drafting."""
+        """Each step is one forward pass of the draft model, for the rows that are still drafting."""
         self.stopper.begin([request.id for request in requests])
         bounded = any(request.budget.most is not None for request in requests)
         stride = 1 if bounded else self._stride  # the budget waits for the device in any case

@@ -38,7 +38,7 @@ class NgramDrafter(TokenDrafter):
         self._seen: dict[int, _NgramIndex] = {}
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:  # noqa: ARG002
-        """See Drafter."""
+        """For each request the tokens that follow the longest known suffix, as a chain of point masses."""
         return [self._lookup(request) for request in requests]
 
     def _lookup(self, request: DraftRequest) -> Draft:

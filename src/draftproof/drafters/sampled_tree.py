@@ -106,7 +106,7 @@ class SampledTreeDrafter(ModelBacked):
         return 1 if self.factors else self.chains
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
-        """See Drafter; each level is one forward pass of the draft model, for the rows that are still drafting."""
+        """Each level is one forward pass of the draft model, for the rows that are still drafting."""
         self.stopper.begin([request.id for request in requests], self.most)
         self.model.checks.clear()
         trees = [self._open(row, request) for row, request in enumerate(requests)]

@@ -84,7 +84,7 @@ class SuffixDrafter(TokenDrafter):
         self._running: dict[int, _Indexed] = {}
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:  # noqa: ARG002
-        """See Drafter."""
+        """For each request the likeliest continuation of its last tokens, as a chain of point masses."""
         return [point_chain(found.tokens, found.origin) for found in self.look(requests)]
 
     def look(self, requests: Sequence[DraftRequest], worth: Worth = None) -> list[Found]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.loading.load import load
@@ -43,8 +44,9 @@ class Engine(DecodingLoop):
         """Begin with what earlier runs learned of rounds with these models, and keep what this one learns."""
         self._kept = CostFile(self)
 
+    @override
     def idle(self) -> None:
-        """See `DecodingLoop`; writes what was learned."""
+        """Writes what was learned."""
         if self._kept is not None:
             self._kept.idle()
 

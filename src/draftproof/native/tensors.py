@@ -102,7 +102,7 @@ class Plain:
 
     @property
     def arguments(self) -> tuple[int, int, int]:
-        """See `Interleaved.arguments`."""
+        """Address, bits and inputs of a group, as `LinearArguments` has them."""
         return self.weight.data_ptr(), AS_THEY_ARE, 0
 
 
@@ -133,7 +133,7 @@ class Quantized:
 
     @property
     def arguments(self) -> tuple[int, int, int]:
-        """See `Interleaved.arguments`."""
+        """Address, bits and inputs of a group, as `LinearArguments` has them."""
         return self.blocks.data_ptr(), self.bits, self.group
 
     @staticmethod

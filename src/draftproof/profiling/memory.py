@@ -14,7 +14,7 @@ import torch
 
 from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.loading.options import parse_device
-from draftproof.drafters.base import SessionDrafter, stopper_of
+from draftproof.drafters.base import SessionDrafter
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import find_drafter
 from draftproof.errors import UserError, refuse_below_one
@@ -176,7 +176,7 @@ def measure(make: Callable[[], Engine], workload: Workload, device: torch.device
     with phases.observe(engine):
         for _ in rounds(engine, workload):
             phases.end_round()
-    stopper = stopper_of(engine.drafter)
+    stopper = engine.drafter.stopper
     return Memory(
         workload=workload,
         parts={
@@ -244,7 +244,7 @@ def weights(engine: Engine) -> Iterator[WeightBytes]:
     named: list[tuple[str, object]] = [("target", engine.target)]
     if isinstance(drafter, SessionDrafter) and drafter.backends:
         named.append(("draft", drafter.backends))
-    named += [("stopper", stopper_of(drafter)), ("other", (drafter, engine.verifier))]
+    named += [("stopper", drafter.stopper), ("other", (drafter, engine.verifier))]
     known = TensorMemory({})
     buffers = tensor_memory(*(cache for _, cache in slot_caches(engine)))
     for part, root in named:

@@ -18,6 +18,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from typing_extensions import override
 
 from draftproof.errors import UserError
 from draftproof.server.app import server_of
@@ -74,8 +75,8 @@ class _Speaker(uvicorn.Server):
         super().__init__(config)
         self.listens: Callable[[], None] = lambda: None
 
+    @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
         asyncio.get_running_loop().set_exception_handler(_Unhandled())
         await super().startup(sockets)
         if self.started:

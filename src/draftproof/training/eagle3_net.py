@@ -86,6 +86,7 @@ class Eagle3Module(nn.Module):
         """Written tensors besides those of an EAGLE-3 head."""
         return {}
 
+    @override
     def forward(
         self,
         states: Float[Tensor, "rows width dim"],
@@ -93,7 +94,7 @@ class Eagle3Module(nn.Module):
         rotary: tuple[Tensor, Tensor],
         attend: Attend,
     ) -> Float[Tensor, "rows width dim"]:
-        """See `FeatureNet.forward`; the output is not normed, and takes the place of the fused states."""
+        """The output is not normed, and takes the place of the fused states."""
         hidden = self._norm(self.hidden_norm, states)
         both = torch.cat([self._norm(self.input_layernorm, embedded), hidden], -1)
         queries = rotate(self._heads(self.q_proj(both)), rotary)

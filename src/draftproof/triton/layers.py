@@ -33,7 +33,7 @@ def _norm(x, weight, out, dim, eps, WHOLE: tl.constexpr, SIZE: tl.constexpr):
 def scaled_norm(
     x: Float[Tensor, "*rows dim"], weight: Float[Tensor, " dim"], eps: float, whole: bool
 ) -> Float[Tensor, "*rows dim"]:
-    """See lean_layers.scaled_norm."""
+    """The RMS norm of `backends/lean/layers.py`, in one kernel."""
     given = x.contiguous()
     made, dim = torch.empty_like(given), x.shape[-1]
     size = triton.next_power_of_2(dim)
@@ -55,7 +55,7 @@ def _gate(x, out, dim, SIZE: tl.constexpr):
 
 
 def gated_silu(x: Float[Tensor, "*rows both"]) -> Float[Tensor, "*rows dim"]:
-    """See lean_layers.gated_silu."""
+    """silu(gate) * up of `backends/lean/layers.py`, in one kernel."""
     given, dim = x.contiguous(), x.shape[-1] // 2
     made = given.new_empty((*x.shape[:-1], dim))
     _gate[given.numel() // (2 * dim), triton.cdiv(dim, 512)](given, made, dim, SIZE=512, num_warps=4)
@@ -98,7 +98,7 @@ def turned_and_written(
     slots: Int[Tensor, " tokens"],
     places: Int[Tensor, " tokens"],
 ) -> Float[Tensor, "tokens turned dim"]:
-    """See attention.turned_and_written."""
+    """`turned_and_written` of `backends/lean/attention.py`, in one kernel."""
     tokens, heads, dim = fused.shape
     given, key_heads = fused.contiguous(), keys.shape[1]
     made = given.new_empty((tokens, heads - key_heads, dim))

@@ -91,7 +91,7 @@ class ChainVerifier:
         rng: Rng,
         states: Sequence[object] = (),  # noqa: ARG002 - these rules have no state
     ) -> list[Verdict]:
-        """See Verifier; this does the round's only copy to the host."""
+        """Verdicts of all chains in one call of the rule, which does the round's only copy to the host."""
         tokens, q, p, lengths = pad_chains(drafts, target_probs)
         found = self._rule(tokens, q, p, rng=rng, lengths=lengths, validate=False)
         host = torch.cat([found.accepted.unsqueeze(-1), found.token.unsqueeze(-1), tokens], -1).tolist()

@@ -35,7 +35,7 @@ class GreedyBlockVerifier:
         rng: Rng,
         states: Sequence[object],
     ) -> list[Verdict]:
-        """See Verifier.
+        """Verdicts of all drafts in one call of the rule.
 
         Raises:
             ValueError: drafts of different lengths, or point masses.

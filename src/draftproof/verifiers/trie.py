@@ -42,7 +42,7 @@ class TrieVerifier:
         rng: Rng,
         states: Sequence[object] = (),  # noqa: ARG002 - these rules have no state
     ) -> list[Verdict]:
-        """See Verifier."""
+        """Verdicts of all trees together, in one call of the rule."""
         tries = Tries.from_trees([draft.tree for draft in drafts], [draft.draws for draft in drafts])
         drawn = [draft.probs for draft in drafts if draft.probs is not None]
         q = torch.cat(drawn) if len(drawn) > 1 else drawn[0] if drawn else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from typing_extensions import override
 
 from draftproof.backends.base import Session
 from draftproof.backends.cache.slot_cache import SlotCache
@@ -45,8 +46,8 @@ class SlotSession(Session):
         return SlotSession(self.cache, self)
 
     @torch.inference_mode()
+    @override
     def fork(self, length: int) -> Session | None:
-        """See Session."""
         made = super().fork(length)
         if isinstance(made, SlotSession):
             with self.cache.lock:
@@ -62,8 +63,8 @@ class SlotSession(Session):
         return super().nbytes + (0 if self._is_lent or self.slot < 0 else self.cache.slot_nbytes(self.slot))
 
     @torch.inference_mode()
+    @override
     def trim(self) -> None:
-        """See Session."""
         super().trim()
         with self.cache.lock:
             self.cache.trim(self.slot, self.length)

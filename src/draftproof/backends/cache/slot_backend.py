@@ -51,7 +51,7 @@ class SlotBackend(ABC):
 
     @property
     def rounding(self) -> str:
-        """See `base.rounding`."""
+        """Why a token's last digits may depend on the other tokens of a pass; empty where they cannot."""
         return f"backend {self.kind} computes by transformers' own modules, whose sums depend on the rows of a pass"
 
     @property

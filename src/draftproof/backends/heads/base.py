@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from typing_extensions import override
 
 from draftproof.backends.base import Capabilities, Feed, FeedOutput, Session
 from draftproof.backends.cache.layout import Layout
@@ -79,8 +80,8 @@ class LayeredNet(HeadNet):
 
     _passes: Passes
 
+    @override
     def __call__(self, states: States, embedded: States, layout: Layout, cache: SlotCache) -> States:
-        """See `HeadNet`."""
         at, masks = self._passes(states, layout, cache)
         return self._run(states.flatten(0, 1), embedded.flatten(0, 1), at, masks).view(states.shape)
 
@@ -132,8 +133,8 @@ class FollowingSession(SlotSession, HeadSession):
         """How many leading states the owner holds."""
         return self.owner.recorded(self.layers)
 
+    @override
     def rewind(self) -> None:
-        """See `HeadSession`."""
         self.certain = min(self.certain, self.stem)
         if self.length > self.certain:
             self.keep(self.certain)
@@ -213,8 +214,8 @@ class HeadBackend(TargetHead):
         self._dtype = target.dtype
         self._cache = SlotCache(target.max_positions)
 
+    @override
     def follow(self, owner: Session) -> FollowingSession:
-        """See `TargetHead`."""
         return FollowingSession(self._cache, owner, self.net.layers, self.back)
 
     def sequences_nbytes(self, lengths: Sequence[int]) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from typing_extensions import override
 
 from draftproof.backends.base import Feed, FeedOutput
 from draftproof.backends.cache.layout import Layout
@@ -81,8 +82,9 @@ class HFBackend(SlotBackend):
         self.model = natively(self.model)
         self.own_threads = multiplies_natively(self.model)
 
+    @override
     def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
-        """See `SlotBackend.forward`; a model with two sets of rotary factors reads with those of each length."""
+        """A model with two sets of rotary factors reads with those of each length."""
         run = partial(super().forward, hidden=hidden)
         if self._switch is None:
             return run(feeds)
@@ -101,8 +103,9 @@ class HFBackend(SlotBackend):
         name = f"{self.name}, first {layers} layers"
         return type(self)(first_layers(self.model, layers, self.name), name=name, cache=self._cache)
 
+    @override
     def quantizing(self, bits: int) -> Iterator[HFBackend | None]:
-        """See `SlotBackend.quantizing`; everything but linear weights is shared."""
+        """Everything but linear weights is shared."""
         steps, made = quantizing(self.model, bits, self.name, self._written, kept=self.keeps), None
         while made is None:
             with self._cache.lock:  # passes of both share modules, and change some of them meanwhile
@@ -125,8 +128,9 @@ class HFBackend(SlotBackend):
         made.model = model
         return made
 
+    @override
     def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> HFBackend:
-        """See `SlotBackend.with_weights`; the model's own tensors are written over."""
+        """The model's own tensors are written over."""
         copy_into(self.model, state_of(weights), self.name)
         made = copy.copy(self)
         made.keeps = False

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Int
 from torch import Tensor
+from typing_extensions import override
 
 from draftproof.backends.base import Feed, Session
 from draftproof.backends.cache.layout import Layout
@@ -69,12 +70,13 @@ class SnapshotSession(SlotSession):
         """Memory of the states that are kept, in bytes."""
         return sum(mark.state.nbytes for mark in self._marks)
 
+    @override
     def reach(self, length: int) -> int:
-        """See Session."""
         return max((mark.length for mark in self._marks if mark.length <= length), default=0)
 
+    @override
     def fork(self, length: int) -> Session | None:
-        """See Session; states are shared, since none is ever changed."""
+        """States are shared, since none is ever changed."""
         made = super().fork(length)
         if isinstance(made, SnapshotSession):
             made._marks = [mark for mark in self._marks if mark.length == length]  # noqa: SLF001 - of this class
@@ -92,8 +94,8 @@ class SnapshotSession(SlotSession):
         """
         self._staged = root, end
 
+    @override
     def read(self, chain: Sequence[int] | Int[Tensor, " tokens"], tree: TokenTree | None = None) -> None:
-        """See Session.read."""
         super().read(chain, tree)
         assert self._staged is not None, "the backend stages states before it records what was read"
         root, end = self._staged
@@ -110,13 +112,15 @@ class SnapshotSession(SlotSession):
         self._settled = True
         return self._marks[-1].length if self._marks else 0
 
+    @override
     def trim(self) -> None:
-        """See Session; a state of its own frees those of the rows that it was made with."""
+        """A state of its own frees those of the rows that it was made with."""
         super().trim()
         self._marks = [_Mark(mark.length, mark.state.alone()) for mark in self._marks]
 
+    @override
     def lend(self) -> SnapshotSession:
-        """See SlotSession; states are shared, since none is ever changed."""
+        """States are shared, since none is ever changed."""
         return SnapshotSession(self.cache, self)
 
     def close(self) -> None:
@@ -164,8 +168,9 @@ class SnapshotBackend(HFBackend):
                 self.name,
             )
 
+    @override
     def sequences_nbytes(self, lengths: Sequence[int]) -> int:
-        """See SlotBackend; states at the root, at the end, and those that a pass makes."""
+        """States at the root, at the end, and those that a pass makes."""
         return super().sequences_nbytes(lengths) + 3 * self._state_nbytes * len(lengths)
 
     @property

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from typing_extensions import override
 
 from draftproof import native
 from draftproof.backends.cache.layout import Layout, additive
@@ -186,7 +187,7 @@ def _turned(heads: Float[Tensor, "tokens heads dim"], cos: Tensor, sin: Tensor) 
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
 
-class TorchAttention:
+class TorchAttention(Attention):
     """Attention by torch's operations.
 
     Args:
@@ -200,17 +201,17 @@ class TorchAttention:
         """An additive mask, each row repeated for the query heads of a key head; None where every slot is seen."""
         return None if sees_all(layout, window) else self._folded(layout.mask(window, dtype))
 
+    @override
     def masked(self, layout: Layout, allowed: Bool[Tensor, "tokens horizon"], dtype: torch.dtype) -> Tensor:
-        """See `Attention`."""
         return self._folded(additive(allowed, dtype).view(len(layout.feeds), 1, layout.width, -1))
 
     def _folded(self, mask: Float[Tensor, "rows 1 width horizon"]) -> Tensor:
         return mask if mask.shape[2] > _FOLDED else mask.repeat_interleave(self.heads.group, 2)
 
+    @override
     def __call__(
         self, layer: int, fused: Float[Tensor, "tokens heads dim"], at: Pass, mask: Tensor | None
     ) -> Float[Tensor, "tokens inner"]:
-        """See `Attention`."""
         heads = self.heads
         cos, sin = at.angles(heads)
         if isinstance(at.cache, SlotSpan):
@@ -279,7 +280,7 @@ def arguments(heads: Heads, at: Pass, shape: Sequence[int], mask: PassMask) -> A
     return AttentionArguments.of(*at.angles(heads), shape, mask, heads=heads.queries, scale=heads.scale, cap=heads.cap)
 
 
-class NativeAttention:
+class NativeAttention(Attention):
     """Attention by `native`: no mask for chains, padding is not read, each row is read up to its own length.
 
     Args:
@@ -301,8 +302,8 @@ class NativeAttention:
             return PassMask(places, [[last + 1 for last in row] for row in layout.host_limits], None)
         return PassMask(places, self._every(layout), layout.mask(window, dtype))
 
+    @override
     def masked(self, layout: Layout, allowed: Bool[Tensor, "tokens horizon"], dtype: torch.dtype) -> PassMask:
-        """See `Attention`."""
         plan = layout.plan
         places = list(zip(plan.slots, plan.bases, plan.widths, strict=True))
         return PassMask(places, self._every(layout), additive(allowed, dtype))
@@ -312,10 +313,10 @@ class NativeAttention:
         """For each token, how many slots its row has after this pass."""
         return [[end] * size for end, size in zip(layout.plan.ends, layout.sizes, strict=True)]
 
+    @override
     def __call__(
         self, layer: int, fused: Float[Tensor, "tokens heads dim"], at: Pass, mask: PassMask
     ) -> Float[Tensor, "tokens inner"]:
-        """See `Attention`."""
         heads = self.heads
         stored = at.cache.buffers(layer, heads.keys, heads.dim, fused)
         given = arguments(heads, at, stored.keys.shape, mask)

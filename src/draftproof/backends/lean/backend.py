@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from typing_extensions import override
 
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_backend import SlotBackend
@@ -90,13 +91,13 @@ class LeanForward(SlotBackend):
         return self.lean.head.layout
 
     @property
+    @override
     def rounding(self) -> str:
-        """See `base.rounding`."""
         return self.lean.rounding
 
     @property
     def own_threads(self) -> bool:
-        """See `base.own_threads`."""
+        """Whether its products run on the C library's threads."""
         return isinstance(self.lean.run_layers, NativeLayers)
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
@@ -125,8 +126,9 @@ class LeanForward(SlotBackend):
         made.prefill = self.prefill
         return made
 
+    @override
     def quantizing(self, bits: int) -> Iterator[LeanForward | None]:
-        """See `SlotBackend.quantizing`; embeddings and norms are shared."""
+        """Embeddings and norms are shared."""
         steps = self.lean.quantizing(bits, self.name, self._written, kept=self.keeps)
         made = None
         while made is None:
@@ -143,20 +145,21 @@ class LeanForward(SlotBackend):
         reader.capabilities = self.capabilities
         return write(reader, statistics)
 
+    @override
     def rounded(self, bits: int) -> LeanForward:
-        """See `SlotBackend.rounded`."""
         *_, lean = self.lean.quantizing(bits, self.name, self._written, kept=self.keeps, head_bits=BITS[-1])
         assert lean is not None, "the last step gives the model"
         return self._form(replace(self.facts, bits=bits), lean)
 
+    @override
     def round_kv(self) -> None:
-        """See `SlotBackend.round_kv`."""
         if self.kind != LeanForward.kind or self.device.type != "cpu":
             super().round_kv()
         self._cache = SlotCache(self.facts.max_positions, rounds=True)
 
+    @override
     def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> SlotBackend:
-        """See `SlotBackend.with_weights`; the weights are copied into a layout for this processor, as when loading."""
+        """The weights are copied into a layout for this processor, as when loading."""
         architecture = Architecture.of(self.lean)
         if not self.takes_weights or architecture is None:
             return super().with_weights(weights)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
+from typing_extensions import override
 
 from draftproof.accelerator import sent
 from draftproof.backends.base import Feed
@@ -49,8 +50,8 @@ class GraphForward(LeanForward):
         # by the layers whose states are taken, and whether rows are neighbours in the cache
         self._graphs: dict[tuple[tuple[int, ...], bool], Graphs] = {}
 
+    @override
     def around(self, facts: ModelInfo, lean: Lean, cache: SlotCache | None = None) -> LeanForward:
-        """See LeanForward."""
         return forward_of(facts, lean, cache)
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from draftproof import native
 from draftproof.backends.cache.windows import FULL, RECURRENT, Windows
@@ -209,8 +210,8 @@ class HybridLean(Lean):
         self._pieces = {}
 
     @property
+    @override
     def rounding(self) -> str:
-        """See `base.rounding`."""
         return ""
 
 

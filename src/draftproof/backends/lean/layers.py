@@ -89,7 +89,7 @@ class Lean:
 
     @property
     def rounding(self) -> str:
-        """See `base.rounding`."""
+        """Why a token's last digits may depend on the other tokens of a pass; empty where they cannot."""
         weight, dim = self.embed.weight, max(layer.heads.dim for layer in self.layers)
         if weight.device.type != "cpu":
             return f"its sums on {weight.device.type} depend on the rows of a pass"

@@ -82,7 +82,7 @@ class _Places:
 
 
 class NativeLayers:
-    """See `native_layers`."""
+    """All decoder layers of a model in C, one call for each run of layers of one kind."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = layers

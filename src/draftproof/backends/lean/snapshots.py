@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.windows import windows_of
@@ -59,12 +60,13 @@ class LeanSnapshotBackend(SnapshotBackend):
         self.own_threads |= self.packs
 
     @property
+    @override
     def rounding(self) -> str:
-        """See `base.rounding`."""
         return super().rounding + f" ({self._unread})" if self.lean is None else self.lean.rounding
 
+    @override
     def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> HFBackend:
-        """See SnapshotBackend; what was made of the weights is made again."""
+        """What was made of the weights is made again."""
         made = super().with_weights(weights)
         assert isinstance(made, LeanSnapshotBackend), "a copy of this one"
         made._read_lean()  # noqa: SLF001 - of this class

@@ -284,7 +284,7 @@ def _angles(
 
 
 def _order(dim: int, turned: int, *, neighbours: bool) -> tuple[int, ...]:
-    """See `Traits.order`."""
+    """Order of a head's rows in which `Traits.order` turns pairs; empty where it is that of the file."""
     low = range(0, turned, 2) if neighbours else range(turned // 2)
     high = range(1, turned, 2) if neighbours else range(turned // 2, turned)
     rest = range(turned, dim)

@@ -70,7 +70,7 @@ class FileTensors:
         return dense(matrix).view(entry.shape) if self._dense else matrix
 
     def floats(self, place: str) -> Tensor:
-        """See `floats_of`."""
+        """A tensor in float32, whatever its type in the file."""
         return floats_of(self.file, place)
 
     def _stored(self, entry: TensorEntry) -> StoredMatrix:

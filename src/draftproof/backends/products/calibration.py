@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator
 import torch
 from jaxtyping import Float, Float32
 from torch import Tensor, nn
+from typing_extensions import override
 
 from draftproof.backends.base import Feed
 from draftproof.backends.cache.slot_backend import SlotBackend
@@ -86,8 +87,8 @@ class MeasuredProduct(PackedLinear):
         self._statistics.add(x)
         return self._product(x)
 
+    @override
     def onto(self, x: Float[Tensor, "*rows in"], rows: Float[Tensor, "*rows out"]) -> Float[Tensor, "*rows out"]:
-        """See `PackedLinear.onto`."""
         self._statistics.add(x)
         return self._product.onto(x, rows)
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from typing_extensions import override
 
 from draftproof import native
 from draftproof.errors import UserError
@@ -385,16 +386,16 @@ class StoredProduct(PackedLinear):
         self._multiply = functools.partial(_multiplied, operations)
         self.weight = GGMLWeight.joined([repacked(each) for each in matrices])
 
-    def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:  # noqa: ARG002 - of PackedLinear
-        """See `PackedLinear`."""
+    @override
+    def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:
         return f"its weights have few bits already ({', '.join(self._types)})"
 
+    @override
     def rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids in"]:
-        """See `PackedLinear`."""
         return self._operations.ggml_rows(self._matrices[0], ids) if len(self._matrices) == 1 else self.dense()[ids]
 
+    @override
     def dense(self) -> Float[Tensor, "out in"]:
-        """See `PackedLinear`."""
         if not self._matrices:  # outputs of inputs that are 1 once, which 8 bits hold with a scale for each group
             weight, ones = self.weight.by_group(), torch.eye(self.weight.ins, dtype=self._operations.dtype)
             return self._multiply(ones, weight, None).t()

@@ -41,7 +41,7 @@ class TranslatedBackend:
         return TranslatedSession(self._map, self.inner.open())
 
     def room(self, tokens: Sequence[int], *, edits: bool) -> int | None:
-        """See `base.room`."""
+        """Target's tokens that still fit; each may take several of the draft model's positions."""
         if self.max_positions is None or self.inner.max_positions is None:
             return None
         used = len(self._map.opening) + self._map.positions(tokens)
@@ -50,7 +50,7 @@ class TranslatedBackend:
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
-        """See Backend.
+        """Outputs over the target's tokens, of the draft model's own pass.
 
         Raises:
             ValueError: nothing to read, longer than the draft model's context, or a session of another backend.
@@ -90,11 +90,11 @@ class TranslatedSlotBackend(TranslatedBackend):
         self.max_positions = positions
 
     def quantized(self, bits: int) -> TranslatedSlotBackend:
-        """See `SlotBackend.quantized`."""
+        """The same translation of a draft model with quantized weights."""
         return TranslatedSlotBackend(self._slots.quantized(bits), self._map)
 
     def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> TranslatedSlotBackend:
-        """See `SlotBackend.with_weights`."""
+        """The same translation of a draft model with other weights."""
         return TranslatedSlotBackend(self._slots.with_weights(weights), self._map)
 
 

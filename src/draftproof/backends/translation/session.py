@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from draftproof.backends.base import Feed, Session, common_prefix, unread
 from draftproof.backends.translation.token_map import TokenMap
@@ -56,8 +57,9 @@ class TranslatedSession(Session):
         ids = [self._map.spelled(each)[-1] for each in tree.ids]
         return TokenTree(torch.tensor(ids, device=tree.tokens.device), tree.parents, tree.known)
 
+    @override
     def fork(self, length: int) -> Session | None:
-        """See Session; the draft model may have to read a part again."""
+        """The draft model may have to read a part again."""
         inner = self.inner.fork(self.inner.reach(self._read(length)))
         if inner is None:
             return None
@@ -76,8 +78,8 @@ class TranslatedSession(Session):
         """Memory of the draft model's session, in bytes."""
         return self.inner.nbytes
 
+    @override
     def trim(self) -> None:
-        """See Session."""
         self.inner.keep(self._read(self.stem))
         self.inner.trim()
 

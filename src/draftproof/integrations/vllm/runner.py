@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from typing_extensions import override
 
 from draftproof.accelerator import sent
 from draftproof.integrations.vllm.options import PluginOptions
@@ -224,10 +225,10 @@ class NoiseSampler(nn.Module):
         super().__init__()
         self.original: Any = original
 
+    @override
     def forward(
         self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """See vLLM's `TopKTopPSampler`."""
         now = _round.get()
         if now is None:
             found: tuple[Tensor, Tensor | None] = self.original(logits, generators, k, p)

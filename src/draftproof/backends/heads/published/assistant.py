@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
+from typing_extensions import override
 
 from draftproof.backends.base import Feed, FeedOutput, Session
 from draftproof.backends.cache.sessions import SlotSession
@@ -237,8 +238,8 @@ class AssistantBackend(TargetHead):
         self._target = target
         super().__init__(target, f"assistant {source}", width=self._net.width)
 
+    @override
     def follow(self, owner: Session) -> AssistantSession:
-        """See `TargetHead`."""
         return AssistantSession(owner)
 
     @torch.inference_mode()

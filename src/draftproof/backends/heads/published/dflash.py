@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from typing_extensions import override
 
 from draftproof.backends.base import Feed, FeedOutput, Session, unread
 from draftproof.backends.cache.layout import Layout
@@ -214,8 +215,8 @@ class DFlashBackend(ParallelHeadBackend):
         super().__init__(target, name, places=net.places, width=net.width, layers=net.layers, ids=net.ids)
         self.capabilities = replace(self.capabilities, predicts=net.predicts)
 
+    @override
     def follow(self, owner: Session) -> ParallelSession:
-        """See `ParallelHeadBackend`."""
         return ParallelSession(owner, FollowingSession(self._cache, owner, self.layers, back=0))
 
     def _compute(self, sessions: Sequence[ParallelSession]) -> list[ParallelLogits]:

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import embedding
+from typing_extensions import override
 
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.published.dflash import Before, DFlashNet, last_tokens
@@ -65,8 +66,9 @@ class DFlash2Net(DFlashNet):
         mixed, weights = around.entering(layer.between(x))
         return x + around.leaving(layer.down(layer.gated(layer.gate_up(mixed))), weights)
 
+    @override
     def conditioned(self, rows: FeedRows, before: Sequence[Before]) -> FeedRows:
-        """See `DFlashNet`: the best tokens of each row, scored by the token before; all others have logits of -inf."""
+        """All others have logits of -inf."""
         scores, kept = rows.logits.topk(self._kept, -1)
         follows = embedding(last_tokens(before, rows.states.device), self._before) * self._project(rows.states)
         scores = scores + (follows.unsqueeze(1) * embedding(kept, self._after)).sum(-1)

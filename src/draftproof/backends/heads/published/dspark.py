@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import embedding, linear
+from typing_extensions import override
 
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.published.dflash import Before, DFlashNet, last_tokens
@@ -56,8 +57,8 @@ class DSparkNet(DFlashNet):
             self._confidence = (cast(weight, target).float(), cast(bias, target).float())
         self.predicts = self._confidence is not None
 
+    @override
     def conditioned(self, rows: FeedRows, before: Sequence[Before]) -> FeedRows:
-        """See `DFlashNet`."""
         logits, states, accepted = rows
         features = states
         if self._markov is not None:

@@ -75,7 +75,7 @@ class Eagle3Net(PublishedNet):
         return self._norm(x) if self._norms_output else x
 
     def logits(self, states: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens ids"]:
-        """See `HeadNet`."""
+        """Logits of the drafted tokens, normed before where the head's states are not."""
         return self._head(states if self._norms_output else self._norm(states))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from draftproof.backends.base import Feed
 from draftproof.backends.cache.layout import Layout
@@ -42,8 +43,8 @@ class MtpNet(HeadNet):
         self._kind = None if kinds is None else kinds[number]
         self._window = mtp.config.sliding_window if self._kind == "sliding_attention" else None
 
+    @override
     def __call__(self, states: States, embedded: States, layout: Layout, cache: SlotCache) -> States:
-        """See `HeadNet`."""
         mtp, positions = self._mtp, layout.positions + self._number + 1
         turned = None
         if mtp.rotary_emb is not None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from typing_extensions import override
 
 from draftproof.backends.base import Feed, FeedOutput, Session
 from draftproof.backends.cache.layout import feed_depths
@@ -105,8 +106,8 @@ class ParallelHeadBackend(TargetHead):
         self._ids = ids
         self.deepest = places
 
+    @override
     def follow(self, owner: Session) -> ParallelSession:
-        """See `TargetHead`."""
         return ParallelSession(owner)
 
     @abstractmethod

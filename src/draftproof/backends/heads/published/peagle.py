@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from draftproof.backends.base import Feed, Session, unread
 from draftproof.backends.cache.slot_backend import SlotBackend
@@ -64,8 +65,8 @@ class PEagleBackend(ParallelHeadBackend):
         self._masks = TokenTree.chain(torch.full((places - 1,), token, device=target.device))
         super().__init__(target, self._model.name, places=places, width=net.width, layers=net.layers, ids=net.ids)
 
+    @override
     def follow(self, owner: Session) -> ParallelSession:
-        """See `ParallelHeadBackend`."""
         return ParallelSession(owner, self._model.follow(owner))
 
     def _compute(self, sessions: Sequence[ParallelSession]) -> list[ParallelLogits]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from typing_extensions import override
 
 from draftproof.backends.base import Feed, FeedOutput, Session, unread
 from draftproof.backends.cache.slot_backend import SlotBackend
@@ -47,8 +48,8 @@ class StepsBackend(TargetHead):
         self._layers = layers
         self.deepest = len(layers)
 
+    @override
     def follow(self, owner: Session) -> StepsSession:
-        """See `TargetHead`."""
         inner: list[FollowingSession] = []
         for layer in self._layers:
             inner.append(layer.follow(inner[-1] if inner else owner))
