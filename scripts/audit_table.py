@@ -23,10 +23,10 @@ import httpx
 import torch
 
 from draftproof import Engine
-from draftproof.audit.served.checks import PROMPTS
-from draftproof.audit.served.client import Client
-from draftproof.audit.served.run import ServerAudit, ServerAuditOptions
-from draftproof.audit.served.scoring import Reference
+from draftproof.audit.server.checks import PROMPTS
+from draftproof.audit.server.client import Client
+from draftproof.audit.server.run import ServerAudit, ServerAuditOptions
+from draftproof.audit.server.scoring import Reference
 from draftproof.provenance import run_facts
 from draftproof.results import Results, table
 from draftproof.server.app import Server, make_app

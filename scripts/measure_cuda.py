@@ -22,7 +22,7 @@ import torch
 import transformers
 
 from draftproof import Engine, SamplingParams
-from draftproof.accelerator import finish
+from draftproof.accelerator import synchronize
 from draftproof.backends.base import Feed
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
@@ -81,10 +81,10 @@ def turns(calls: Calls, repeats: int, device: torch.device) -> Seconds:
     found: Seconds = {name: [] for name in calls}
     for repeat in range(repeats + 1):
         for name, call in calls.items():
-            finish(device)
+            synchronize(device)
             start = time.perf_counter()
             call()
-            finish(device)
+            synchronize(device)
             if repeat:
                 found[name].append(time.perf_counter() - start)
     return found
@@ -162,7 +162,7 @@ def launches(call: Callable[[], object], device: torch.device) -> tuple[int | No
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as seen:
         call()
-        finish(device)
+        synchronize(device)
     own = [event for event in seen.events() if event.device_type.name == "CUDA"]
     return len(own), sum(event.time_range.elapsed_us() for event in own) / 1000
 

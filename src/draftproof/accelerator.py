@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def sent(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Numbers as a tensor on a device.
 
     A copy from ordinary memory to CUDA waits until the device has done all earlier work. A copy from pinned memory does
@@ -25,7 +25,7 @@ def sent(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None 
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
-def finish(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until a device has done everything that it was told to do; on a CPU everything is done already."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -155,16 +155,16 @@ class Matcher(Constraint):
             refused = context[taken]
             if mask[refused] and refused not in self._ends:
                 raise _Stuck(f"token {refused} is allowed but cannot be read")
-            self._refuse_misfit(taken)
+            self._refuse_rejected(taken)
         return mask
 
     def _forced(self) -> list[int]:
-        self._refuse_misfit(self._move(self._output))
+        self._refuse_rejected(self._move(self._output))
         tokens = list(self._matcher.compute_ff_tokens())
         self._refuse_error()
         return tokens
 
-    def _refuse_misfit(self, taken: int) -> None:
+    def _refuse_rejected(self, taken: int) -> None:
         if taken < len(self._output):
             raise NoTokenError(
                 f"the answer does not fit its grammar: its token {taken} is {self._output[taken]}, which is not allowed"

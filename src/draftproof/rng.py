@@ -23,7 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from draftproof import native
-from draftproof.accelerator import sent
+from draftproof.accelerator import to_device
 from draftproof.triton.choose import fused
 
 _MASK64 = (1 << 64) - 1
@@ -105,8 +105,8 @@ def _uniforms(keys: Sequence[int], shape: Sequence[int], device: torch.device) -
     not change it.
     """
     if len(shape) == 1:  # one draw per row, the most common case: the same numbers without tensors
-        return sent([((key >> 12) + 0.5) * 2.0**-52 for key in keys], device, torch.float64)
-    x = sent([_signed(k) for k in keys], device, torch.int64)
+        return to_device([((key >> 12) + 0.5) * 2.0**-52 for key in keys], device, torch.float64)
+    x = to_device([_signed(k) for k in keys], device, torch.int64)
     for size in shape[1:]:
         steps = torch.arange(1, size + 1, dtype=torch.int64, device=device) * _signed(_GOLDEN)
         x = _mix_tensor(x.unsqueeze(-1) + steps)
@@ -306,7 +306,7 @@ class SplitRng:
         """Each row by its own Rng."""
         made = torch.zeros_like(prob, dtype=torch.bool)
         for rows, rng in self._parts:
-            index = sent(rows, prob.device)
+            index = to_device(rows, prob.device)
             made[index] = rng.bernoulli(prob[index])
         return made
 
@@ -314,7 +314,7 @@ class SplitRng:
         """Each row by its own Rng."""
         made = torch.zeros(weights.shape[:-1], dtype=torch.int64, device=weights.device)
         for rows, rng in self._parts:
-            index = sent(rows, weights.device)
+            index = to_device(rows, weights.device)
             made[index] = rng.categorical(weights[index])
         return made
 

@@ -11,16 +11,16 @@ import torch
 from typer.testing import CliRunner
 
 from draftproof import Engine, SamplingParams, UserError
-from draftproof.audit.served import run as running_audit
-from draftproof.audit.served.checks import NAMES, PROMPTS, SCHEMA, checks_for, violations
-from draftproof.audit.served.client import Client, Refused, Reply, key_for
-from draftproof.audit.served.evidence import Evidence, needed_tokens
-from draftproof.audit.served.kinds import FLOOR, kinds_of, looked_up, ratios, reference
-from draftproof.audit.served.pairs import PairEvidence, audit_pair, words
-from draftproof.audit.served.records import Records
-from draftproof.audit.served.report import ServerReport
-from draftproof.audit.served.run import CheckResult, ServerAudit, ServerAuditOptions
-from draftproof.audit.served.scoring import Reference
+from draftproof.audit.server import run as running_audit
+from draftproof.audit.server.checks import NAMES, PROMPTS, SCHEMA, checks_for, violations
+from draftproof.audit.server.client import Client, Refused, Reply, key_for
+from draftproof.audit.server.evidence import Evidence, needed_tokens
+from draftproof.audit.server.fault_models import FLOOR, kinds_of, looked_up, ratios, reference
+from draftproof.audit.server.records import Records
+from draftproof.audit.server.report import ServerReport
+from draftproof.audit.server.run import CheckResult, ServerAudit, ServerAuditOptions
+from draftproof.audit.server.scoring import Reference
+from draftproof.audit.server.two_sample import PairEvidence, audit_pair, words
 from draftproof.cli import app
 from support.faulty_engines import FAULTS, faulty_engine
 from support.serving import running
@@ -322,7 +322,7 @@ def test_a_busy_server_is_asked_again(monkeypatch):
     async def slept(seconds):
         waits.append(seconds)
 
-    monkeypatch.setattr("draftproof.audit.served.client.asyncio.sleep", slept)
+    monkeypatch.setattr("draftproof.audit.server.client.asyncio.sleep", slept)
 
     def handler(request):
         calls.append(request)
@@ -342,7 +342,7 @@ def test_a_server_that_stays_away(monkeypatch):
     async def slept(_):
         return None
 
-    monkeypatch.setattr("draftproof.audit.served.client.asyncio.sleep", slept)
+    monkeypatch.setattr("draftproof.audit.server.client.asyncio.sleep", slept)
     client = client_of(lambda _: httpx.Response(503, text="no"), model="m", retries=2)
     with pytest.raises(UserError, match="failed 3 times, last: status 503: no"):
         asyncio.run(client.complete([1], "a", {}))
@@ -524,7 +524,7 @@ def test_the_client_finds_out_how_tokens_are_returned():
 
 
 def test_without_token_ids_there_is_no_verdict(engine, weights, monkeypatch):
-    monkeypatch.setattr("draftproof.audit.served.client._tokens", lambda _: None)
+    monkeypatch.setattr("draftproof.audit.server.client._tokens", lambda _: None)
     (finding,) = audited(engine, weights, ("plain",), budget=300)
     assert finding.verdict == "open"
     assert "--reference-url" in finding.why

@@ -553,7 +553,7 @@ for name in {list(COMMANDS)}:
 
 def test_quiet_libraries_do_not_import_transformers():
     code = (
-        "import os, sys\nfrom draftproof.cli._libraries import quiet_libraries\n"
+        "import os, sys\nfrom draftproof.cli._quiet import quiet_libraries\n"
         "with quiet_libraries():\n    assert 'transformers' not in sys.modules\n"
         "    from transformers.utils import logging\n"
         "    assert logging.get_verbosity() == logging.ERROR and not logging.is_progress_bar_enabled()"

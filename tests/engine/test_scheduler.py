@@ -58,7 +58,7 @@ def made(kind, spec="none", *, size=7, shortest=4, **options):
     target = backend(kind)
     built = Engine(target, drafter_for(target, spec), make_verifier("block"), max_batch=3, **options)
     if size:
-        built.scheduler.portions = Fixed(size)
+        built.scheduler.chunk_size = Fixed(size)
     if built.scheduler.kept.most:
         built.scheduler.kept.shortest = shortest
     return built

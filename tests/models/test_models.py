@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 
 from draftproof import Engine, files, models
 from draftproof.cli import app as draftproof
+from draftproof.cli._download import first_target, shown_pull
 from draftproof.cli._parts import default_draft
-from draftproof.cli._pulling import first_target, shown_pull
 from draftproof.cli.models import app
 from draftproof.embedded import draft_dir, target_dir
 from draftproof.errors import UserError

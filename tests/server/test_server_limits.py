@@ -266,7 +266,7 @@ def test_a_new_request_that_breaks_rounds_goes_and_the_others_stay(engine):
     ids, inner = engine.encode("The dog")[1], engine._round
 
     def round_failing(plan, start):
-        if any(row.tokens[: len(ids)] == ids for row in (*plan.rows, *(part.row for part in plan.portions))):
+        if any(row.tokens[: len(ids)] == ids for row in (*plan.rows, *(part.row for part in plan.chunks))):
             raise RuntimeError("broken by it")
         time.sleep(0.01)
         inner(plan, start)

@@ -35,9 +35,9 @@ def state_of(weights: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(state)
 
 
-def refuse_misfits(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], name: str) -> None:
+def refuse_other_shapes(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], name: str) -> None:
     """Refuse a state dict that lacks a tensor, has one more, or one of another shape, and NaN."""
-    problem = misfit({key: tuple(tensor.shape) for key, tensor in state.items()}, shapes)
+    problem = mismatch({key: tuple(tensor.shape) for key, tensor in state.items()}, shapes)
     if problem is not None:
         raise UserError(f"the new weights {problem}; expected a whole state dict of {name}, under transformers' names")
     broken = [key for key in shapes if state[key].is_floating_point() and not bool(state[key].isfinite().all())]
@@ -45,7 +45,7 @@ def refuse_misfits(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, 
         raise UserError(f"the new weights hold NaN or infinite numbers in {broken[0]}: the old ones stay in use")
 
 
-def misfit(found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+def mismatch(found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     """What is wrong with the shapes of a model's tensors: some are missing, too much or others; None where all fit."""
     missing = sorted(shapes.keys() - found.keys())
     strange = sorted(found.keys() - shapes.keys())
@@ -76,6 +76,6 @@ def copy_into(model: nn.Module, state: Mapping[str, Tensor], name: str) -> None:
         known = next((other for other in names if other in state), None)
         if key not in state and known is not None:
             whole[key] = state[known]
-    refuse_misfits(whole, {key: tuple(each.shape) for key, each in own.items()}, name)
+    refuse_other_shapes(whole, {key: tuple(each.shape) for key, each in own.items()}, name)
     for key, each in own.items():
         each.copy_(whole[key].to(each.device))

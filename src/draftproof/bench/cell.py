@@ -193,7 +193,7 @@ def canonical(cell: Cell) -> Cell:
     part, argument = find_drafter(cell.drafter)
     if part.name == "none":
         return replace(cell, draft=None, drafter="none", stopper="", verifier="", setting="", draft_dtype="auto")
-    rule = cell.verifier or (DEFAULT_TREE_VERIFIER if part.several(argument) else DEFAULT_VERIFIER)
+    rule = cell.verifier or (DEFAULT_TREE_VERIFIER if part.branches(argument) else DEFAULT_VERIFIER)
     stopper = (cell.stopper or DEFAULT_CONSTANT_STOPPER) if part.stops else ""
     draft = cell.draft if part.traits.reads_draft else None
     dtype = cell.draft_dtype if part.traits.reads_draft or part.name == "feature_head" else "auto"

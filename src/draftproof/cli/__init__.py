@@ -55,7 +55,7 @@ class Commands(TyperGroup):
 
     def _load(self, name: str) -> Any:
         """The command of a module, with the options that all have, and without the completion options of typer."""
-        from draftproof.cli._libraries import set_quiet_variables
+        from draftproof.cli._quiet import set_quiet_variables
 
         set_quiet_variables()  # before the module imports torch
         command = typer.main.get_command(importlib.import_module(f"{__name__}.{name}").app)

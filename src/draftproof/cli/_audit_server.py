@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from draftproof.audit.served.checks import PROMPTS
-from draftproof.audit.served.client import Client
-from draftproof.audit.served.pairs import audit_pair, words
-from draftproof.audit.served.report import HEADS, ServerReport
-from draftproof.audit.served.run import CheckResult, ServerAudit, ServerAuditOptions, settle
-from draftproof.audit.served.scoring import Reference
+from draftproof.audit.server.checks import PROMPTS
+from draftproof.audit.server.client import Client
+from draftproof.audit.server.report import HEADS, ServerReport
+from draftproof.audit.server.run import CheckResult, ServerAudit, ServerAuditOptions, settle
+from draftproof.audit.server.scoring import Reference
+from draftproof.audit.server.two_sample import audit_pair, words
 from draftproof.cli._options import Options, with_options
 from draftproof.cli._output import print_table
 from draftproof.cli._prompts import read_prompts

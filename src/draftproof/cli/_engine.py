@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from draftproof.cli._download import obtain
 from draftproof.cli._launch import divide
 from draftproof.cli._options import Options, with_options
 from draftproof.cli._parts import BACKEND_HELP, DRAFTER_HELP, STOPPER_HELP, VERIFIER_HELP, default_draft
-from draftproof.cli._pulling import obtain
 from draftproof.engine.engine import Engine
 from draftproof.engine.options import EngineOptions
 

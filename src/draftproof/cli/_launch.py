@@ -12,7 +12,7 @@ import typer
 
 from draftproof.backends.hf import tensor_parallel as parallel
 from draftproof.backends.loading.by_name import take_part
-from draftproof.cli._libraries import quiet_libraries
+from draftproof.cli._quiet import quiet_libraries
 from draftproof.errors import UserError
 from draftproof.native.cores import usable_cores
 from draftproof.native.threads import NUMBER

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from draftproof.cli._libraries import quiet_libraries
+from draftproof.cli._download import obtain
 from draftproof.cli._options import Options, with_options
 from draftproof.cli._output import Json, Out, Plots, Quiet, drawing, show, watch_for
 from draftproof.cli._parts import DRAFTER_HELP, STOPPER_HELP, VERIFIER_HELP
-from draftproof.cli._pulling import obtain
+from draftproof.cli._quiet import quiet_libraries
 
 NAMES = "registered name, hub id, directory or .gguf file"
 DTYPES = "auto, float32, bfloat16 or float16"

@@ -1,4 +1,4 @@
-"""`draftproof batch`: the prompts of a file, or an OpenAI batch file, answered into a folder; killed runs go on."""
+"""`draftproof batch`: answers the prompts of a file or an OpenAI batch file into a folder; interrupted runs go on."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from draftproof.batch.rows import RowOptions, columns
 from draftproof.batch.run import Answers, RunSummary, answer_all, settings_of
 from draftproof.batch.source import FORMATS, RowSource
 from draftproof.cli import _output
+from draftproof.cli._download import obtain
 from draftproof.cli._engine import engine_options, load_engine, named_target
-from draftproof.cli._libraries import logged_lines, quiet_libraries
 from draftproof.cli._options import NONE, Options, with_options
 from draftproof.cli._output import Quiet, watch_for
 from draftproof.cli._parts import default_draft
 from draftproof.cli._prompts import read_text
-from draftproof.cli._pulling import obtain
+from draftproof.cli._quiet import logged_lines, quiet_libraries
 from draftproof.cli._sampling import sampling_options
 from draftproof.errors import UserError
 from draftproof.provenance import run_facts

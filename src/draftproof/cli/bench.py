@@ -21,13 +21,13 @@ from draftproof.bench.rules import RuleComparison, compare_rules
 from draftproof.bench.run import run
 from draftproof.bench.stoppers import StopperComparison, compare_stoppers, draw
 from draftproof.bench.summary import Summary
+from draftproof.cli._download import obtain
 from draftproof.cli._launch import divide
-from draftproof.cli._libraries import quiet_libraries
 from draftproof.cli._measurement import DATASET, NAMES, measurement
 from draftproof.cli._options import Options, with_options
 from draftproof.cli._output import Device, Plots, Quiet, drawing, note, watch_for
 from draftproof.cli._parts import BACKEND_HELP, DRAFTER_HELP, STOPPER_HELP, VERIFIER_HELP
-from draftproof.cli._pulling import obtain
+from draftproof.cli._quiet import quiet_libraries
 from draftproof.results import columns
 
 app = typer.Typer(

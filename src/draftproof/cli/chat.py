@@ -20,8 +20,8 @@ from draftproof.cli._chat_commands import completions, is_open, take
 from draftproof.cli._compare import inherited
 from draftproof.cli._conversation import Conversation, Event, Notice
 from draftproof.cli._engine import engine_options, load_engine, named_target
-from draftproof.cli._libraries import logged_lines, quiet_libraries
 from draftproof.cli._prompts import gather, one_argument, read_text
+from draftproof.cli._quiet import logged_lines, quiet_libraries
 from draftproof.cli._sampling import CHAT_SAMPLING, sampling_options
 from draftproof.draft import Origin
 from draftproof.engine.request import Chunk, Request

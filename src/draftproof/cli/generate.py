@@ -13,10 +13,10 @@ import typer
 
 from draftproof.cli import _output
 from draftproof.cli._compare import compare, comparison, inherited, summary
+from draftproof.cli._download import first_target
 from draftproof.cli._engine import engine_options, load_engine, named_target
-from draftproof.cli._libraries import logged_lines, quiet_libraries
 from draftproof.cli._prompts import PromptText, gather, one_argument, read_text
-from draftproof.cli._pulling import first_target
+from draftproof.cli._quiet import logged_lines, quiet_libraries
 from draftproof.cli._sampling import merged_params, sampling_options
 from draftproof.engine.engine import Engine
 from draftproof.engine.prompts import Prompt

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from draftproof.cli._libraries import quiet_libraries
+from draftproof.cli._download import obtain, shown_pull
 from draftproof.cli._output import note
-from draftproof.cli._pulling import obtain, shown_pull
+from draftproof.cli._quiet import quiet_libraries
 from draftproof.errors import UserError
 
 app = typer.Typer(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from draftproof.cli._libraries import quiet_libraries
 from draftproof.cli._output import Quiet, note
+from draftproof.cli._quiet import quiet_libraries
 from draftproof.errors import UserError, refuse_unknown
 
 if TYPE_CHECKING:

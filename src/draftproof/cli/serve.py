@@ -9,8 +9,8 @@ import typer
 from draftproof import models
 from draftproof.cli import _output
 from draftproof.cli._engine import engine_options, load_engine, named_target
-from draftproof.cli._libraries import logged_lines, quiet_libraries
 from draftproof.cli._options import Options, with_options
+from draftproof.cli._quiet import logged_lines, quiet_libraries
 from draftproof.server.client_configs import CLIENTS, ask_server, assumed_server, client_config
 from draftproof.server.settings import Settings, require, served_name
 

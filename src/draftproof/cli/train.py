@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 import typer
 
-from draftproof.cli._libraries import quiet_libraries
+from draftproof.cli._download import obtain
 from draftproof.cli._measurement import NAMES, measurement
 from draftproof.cli._options import Options, with_options
 from draftproof.cli._output import Json, Quiet, watch_for
 from draftproof.cli._parts import HEADED
-from draftproof.cli._pulling import obtain
+from draftproof.cli._quiet import quiet_libraries
 from draftproof.sampling import SamplingParams
 from draftproof.training.drafter_artefact import make_drafter
 from draftproof.training.drafter_options import DrafterJob, Imitation, Shape, Texts

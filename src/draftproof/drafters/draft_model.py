@@ -159,7 +159,7 @@ class ModelBacked(SessionDrafter):
     reads_predictions = False
 
     def __init__(self, model: DraftModel, stopper: Stopper) -> None:
-        refuse_misfit(stopper, model.backend)
+        refuse_incompatible(stopper, model.backend)
         self.model = model
         self.stopper = stopper
 
@@ -219,7 +219,7 @@ class ModelBacked(SessionDrafter):
         self.model.release(request_id)
 
 
-def refuse_misfit(stopper: Stopper, backend: Backend) -> None:
+def refuse_incompatible(stopper: Stopper, backend: Backend) -> None:
     """Refuse a stopper that reads predictions that the model does not make, or hidden states of another width."""
     if stopper.reads_predictions and not backend.capabilities.predicts:
         raise UserError(

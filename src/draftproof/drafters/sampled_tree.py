@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.accelerator import sent
+from draftproof.accelerator import to_device
 from draftproof.backends.base import Feed, FeedOutput, Session
 from draftproof.draft import Draft, DraftStep
 from draftproof.drafters.base import DraftRequest
@@ -65,7 +65,7 @@ class _DraftTree:
     def draft(self, device: torch.device) -> Draft:
         if not self.tokens:
             return Draft.empty(device)
-        tree = TokenTree(sent(self.tokens, device), tuple(self.parents))
+        tree = TokenTree(to_device(self.tokens, device), tuple(self.parents))
         return Draft(tree, torch.stack(self.probs), tuple(self.draws))
 
 
@@ -130,7 +130,7 @@ class SampledTreeDrafter(ModelBacked):
     def _feed(self, tree: _DraftTree) -> Feed:
         """The new level, including nodes without children, because parents are numbers of slots."""
         known = len(tree.session.tail)
-        tokens = sent(tree.tokens[known:], self.model.backend.device)
+        tokens = to_device(tree.tokens[known:], self.model.backend.device)
         return Feed(tree.session, (), TokenTree(tokens, tuple(tree.parents[known:]), known))
 
     def _counts(self, tree: _DraftTree, depth: int) -> list[int]:
@@ -192,7 +192,7 @@ class SampledTreeDrafter(ModelBacked):
         self, active: Sequence[_DraftTree], outputs: Sequence[FeedOutput], new: Sequence[tuple[_DraftTree, int]]
     ) -> DraftStep:
         """The new nodes as the stopper sees them, with the model's output at their parents."""
-        tokens = sent([tree.tokens[node] for tree, node in new], self.model.backend.device)
+        tokens = to_device([tree.tokens[node] for tree, node in new], self.model.backend.device)
         made = {id(tree): output for tree, output in zip(active, outputs, strict=True)}
         places = {id(tree): {node: place for place, node in enumerate(tree.rows)} for tree in active}
         above = [(made[id(tree)], places[id(tree)][tree.parents[node]]) for tree, node in new]

@@ -39,7 +39,7 @@ class DrafterContext:
     ready: Stopper | None = None  # the stopper itself, where it is made already
     budget: float = math.inf  # drafted tokens of a round, over all its requests
 
-    def ends(self) -> Stopper:
+    def make_stopper(self) -> Stopper:
         """The stopper."""
         if self.ready is None and self.stopper == DEFAULT_STOPPER:
             return assuming(self, DraftCosts())
@@ -52,10 +52,10 @@ class DrafterContext:
 
     def following(self, head: TargetHead, name: str, chains: int) -> Drafter:
         """The drafter from a head that follows the target."""
-        model = FollowingModel(head, self.own_model(name), **self.changes)
-        return following_drafter(model, self.ends(), name, chains=chains)
+        model = FollowingModel(head, self.target_backend(name), **self.changes)
+        return following_drafter(model, self.make_stopper(), name, chains=chains)
 
-    def own_model(self, name: str) -> SlotBackend:
+    def target_backend(self, name: str) -> SlotBackend:
         """The target, for drafters that work inside it; a UserError where it has no slot cache."""
         if not isinstance(self.target, SlotBackend):
             raise UserError(f"drafter {name} works inside a model's cache, and {self.target.name} has none")
@@ -74,7 +74,7 @@ class DrafterPart(Part):
     rates: AcceptanceRates = ASSUMED  # how often its tokens are accepted, before anything is counted
     # From materials and argument, what drafting a token costs in target passes, before anything is measured.
     share: Callable[[DrafterContext, str], float] = field(default=lambda *_: 0.1)
-    several: Callable[[str], bool] = field(default=lambda _: False)  # from the argument, whether its drafts may branch
+    branches: Callable[[str], bool] = field(default=lambda _: False)  # from the argument, whether its drafts may branch
     # From the argument, how many i.i.d. chains it draws; 1 for a tree.
     chains: Callable[[str], int] = field(default=lambda _: 1)
     # Refuses an argument that cannot be read, for drafters that `make` needs a loaded target for.
@@ -95,7 +95,7 @@ class DrafterPart(Part):
         return replace(
             self.traits,
             name=f"{self.name}:{argument}" if argument else self.name,
-            branching=self.several(argument),
+            branching=self.branches(argument),
             constant_length=self.traits.constant_length if stopper is None else stopper.constant,
         )
 

@@ -22,7 +22,7 @@ from draftproof.drafters.self_draft import SelfDraftModel, self_drafter
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.composition import HEAD, DrafterTraits, incompatible_reason, no_rollback_reason
 from draftproof.engine.drafter_context import DrafterContext, DrafterPart, assuming
-from draftproof.engine.parts import directory, find, numbers, own_chain_count, own_several
+from draftproof.engine.parts import directory, find, has_several_chains, numbers, own_chain_count
 from draftproof.engine.published_parts import PUBLISHED
 from draftproof.engine.stopper_parts import DEFAULT_STOPPER, SHIPPED_FEATURE_HEADS, find_stopper
 from draftproof.engine.verifier_parts import find_verifier
@@ -39,12 +39,12 @@ QUANTIZED_SHARE, MARGIN = 0.4, 1.5  # memory of such weights beside the model's,
 
 
 def _chains(parts: DrafterContext, argument: str) -> Drafter:
-    return SampledTreeDrafter(parts.model(), parts.ends(), chains=_chain_count(argument))
+    return SampledTreeDrafter(parts.model(), parts.make_stopper(), chains=_chain_count(argument))
 
 
 def _tree(parts: DrafterContext, argument: str) -> Drafter:
     factors = numbers(argument, "tree:4x2x1") or [4, 2, 1, 1]
-    return SampledTreeDrafter(parts.model(), parts.ends(), factors=factors)
+    return SampledTreeDrafter(parts.model(), parts.make_stopper(), factors=factors)
 
 
 def _layers_and_chains(argument: str) -> list[int]:
@@ -75,8 +75,8 @@ def _inside(
 
     def build(parts: DrafterContext, argument: str) -> Drafter:
         size, *chains = read(argument)
-        made = SelfDraftModel(part(parts.own_model(name), size), f"{name}:{size}", **parts.changes)
-        return self_drafter(made, parts.ends(), chains=chains[0] if chains else 1)
+        made = SelfDraftModel(part(parts.target_backend(name), size), f"{name}:{size}", **parts.changes)
+        return self_drafter(made, parts.make_stopper(), chains=chains[0] if chains else 1)
 
     return build
 
@@ -88,7 +88,7 @@ def _feature_head(parts: DrafterContext, argument: str) -> Drafter:
             f"drafter feature_head needs the directory of one, for example feature_head:heads/mine: none ships for "
             f"{parts.target.name} (one ships for {', '.join(SHIPPED_FEATURE_HEADS)}); draftproof train makes them"
         )
-    target = parts.own_model("feature_head")
+    target = parts.target_backend("feature_head")
     return parts.following(FeatureBackend(target, load_net(where), parts.bits), "feature_head", chains)
 
 
@@ -177,7 +177,7 @@ def _steps(parts: DrafterContext, name: str, stopper: Auto) -> Iterator[ModelDra
         assert isinstance(made, ModelDrafter), "one chain from a model"
         yield made
         return
-    target = parts.own_model(name)
+    target = parts.target_backend(name)
     needed, free = round(QUANTIZED_SHARE * target.facts.size), available(target.device)
     if free is not None and free < MARGIN * needed:
         raise UserError(f"its weights take {needed >> 20} MiB, and {free >> 20} MiB of memory are free")
@@ -214,7 +214,7 @@ DRAFTERS: dict[str, DrafterPart] = {
         DrafterPart(
             name="model",
             about="one chain from the draft model",
-            make=lambda parts, _: ModelDrafter(parts.model(), parts.ends()),
+            make=lambda parts, _: ModelDrafter(parts.model(), parts.make_stopper()),
             traits=DrafterTraits(reads_draft=True),
             share=_model_share,
         ),
@@ -226,7 +226,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             make=_chains,
             traits=DrafterTraits(reads_draft=True),
             share=_model_share,
-            several=lambda _: True,
+            branches=lambda _: True,
             chains=_chain_count,
         ),
         DrafterPart(
@@ -237,7 +237,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             make=_tree,
             traits=DrafterTraits(reads_draft=True),
             share=_model_share,
-            several=lambda _: True,
+            branches=lambda _: True,
         ),
         DrafterPart(
             name="early_exit",
@@ -246,7 +246,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             about="one chain from the target's own first L layers; early_exit:LxK makes K i.i.d. chains",
             make=_inside("early_exit", EarlyExitBackend, _layers_and_chains),
             traits=DrafterTraits(shares_cache=True),
-            several=own_several,
+            branches=has_several_chains,
             chains=own_chain_count,
             check=_layers_and_chains,
         ),
@@ -259,7 +259,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             traits=DrafterTraits(shares_cache=True, stationary=False),
             rates=QUANTIZED_RATES,
             share=_quantized_share,
-            several=own_several,
+            branches=has_several_chains,
             chains=own_chain_count,
             check=_bits_and_chains,
         ),
@@ -271,7 +271,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             f"without DIR the one that ships for the target ({', '.join(SHIPPED_FEATURE_HEADS)})",
             make=_feature_head,
             traits=HEAD,
-            several=own_several,
+            branches=has_several_chains,
             chains=own_chain_count,
         ),
         *PUBLISHED,
@@ -304,7 +304,7 @@ _EXTENDED = re.compile(r"(?P<first>.+)\+(?P<lookup>suffix(:[0-9]+)?)")
 def _extended(first: str, lookup: str) -> DrafterPart:
     """The part of a drafter whose chains are extended by lookups; only one that draws single chains has it."""
     part, argument = find_drafter(first)
-    if part.name == "auto" or not part.stops or part.several(argument):
+    if part.name == "auto" or not part.stops or part.branches(argument):
         raise UserError(
             f"drafter: expected one chain of drawn tokens before +{lookup}, as model+{lookup} has it, got {first} "
             "(auto extends chains by itself where that pays)"
@@ -323,7 +323,7 @@ def _extended(first: str, lookup: str) -> DrafterPart:
         learns=True,
         share=lambda parts, _: part.share(parts, argument),
         check=lambda _: part.check(argument),
-        several=lambda _: False,
+        branches=lambda _: False,
         chains=lambda _: 1,
     )
 

@@ -213,17 +213,17 @@ class DecodingLoop(RequestIntake):
         drafting = seconds.draft
         with seconds.measure("target"):
             feeds = [self._feed(row, draft) for row, draft in zip(rows, drafts, strict=True)]
-            feeds += [portion.feed(self.target.device) for portion in plan.portions]
+            feeds += [portion.feed(self.target.device) for portion in plan.chunks]
             outputs = self.target.forward(feeds)
-        if plan.portions:
-            self._end(plan.portions, outputs[len(rows) :])
+        if plan.chunks:
+            self._end(plan.chunks, outputs[len(rows) :])
             with seconds.measure("draft"):
-                self._sessions.read([portion.draft_request() for portion in plan.portions])
+                self._sessions.read([portion.draft_request() for portion in plan.chunks])
         if rows:
             self._decide(rows, drafts, outputs[: len(rows)], rng, seconds)
         seconds.total = time.perf_counter() - start
         self.scheduler.spent(plan, seconds.total - drafting, sum(map(len, drafts)), drafting)
-        for row in [*rows, *(portion.row for portion in plan.portions)]:
+        for row in [*rows, *(portion.row for portion in plan.chunks)]:
             row.stats.spend(seconds)
         if rows:
             self.drafter.spent(
@@ -234,7 +234,7 @@ class DecodingLoop(RequestIntake):
                     depth=max(draft.depth for draft in drafts),
                     nodes=sum(map(len, drafts)) / len(rows),
                     # A round that read a portion says nothing about others, however small it was.
-                    reads=PREFILL_CHUNK if plan.portions else max(len(feed.tokens) for feed in feeds),
+                    reads=PREFILL_CHUNK if plan.chunks else max(len(feed.tokens) for feed in feeds),
                 )
             )
 

@@ -104,6 +104,6 @@ def own_chain_count(argument: str) -> int:
     return int(chains) if times and chains.isdecimal() else 1
 
 
-def own_several(argument: str) -> bool:
+def has_several_chains(argument: str) -> bool:
     """Whether LxK or WHERExK names more than one chain."""
     return own_chain_count(argument) > 1

@@ -19,7 +19,7 @@ from draftproof.backends.heads.published.peagle import PEagleBackend
 from draftproof.drafters.base import Drafter
 from draftproof.engine.composition import HEAD
 from draftproof.engine.drafter_context import DrafterContext, DrafterPart
-from draftproof.engine.parts import own_chain_count, own_several, source
+from draftproof.engine.parts import has_several_chains, own_chain_count, source
 from draftproof.errors import UserError
 
 
@@ -28,7 +28,7 @@ def _head(name: str, load: Callable[[str, SlotBackend], TargetHead]) -> Callable
 
     def build(parts: DrafterContext, argument: str) -> Drafter:
         where, chains = _named(name, argument)
-        return parts.following(load(where, parts.own_model(name)), name, chains)
+        return parts.following(load(where, parts.target_backend(name)), name, chains)
 
     return build
 
@@ -52,7 +52,7 @@ def _part(name: str, about: str, load: Callable[[str, SlotBackend], TargetHead])
         about=f"{about}; HEAD is a directory or a hub id, {name}:HEADxK makes K chains",
         make=_head(name, load),
         traits=HEAD,
-        several=own_several,
+        branches=has_several_chains,
         chains=own_chain_count,
         check=lambda argument: _named(name, argument),
     )
@@ -67,7 +67,7 @@ def _mtp(parts: DrafterContext, argument: str) -> Drafter:
     """The target's own prediction layers, or those of a head."""
     own = not argument or (argument.startswith("x") and argument[1:].isdecimal())  # nothing, or xK
     where, chains = ("", own_chain_count(argument)) if own else source(argument)
-    target = parts.own_model("mtp")
+    target = parts.target_backend("mtp")
     head: TargetHead = mtp_head_backend(where, target) if where else mtp_backend(target)
     return parts.following(head, "mtp", chains)
 
@@ -94,7 +94,7 @@ PUBLISHED = (
         about="one chain from the target's own prediction layers, or from a published head for it (mtp:HEAD)",
         make=_mtp,
         traits=HEAD,
-        several=own_several,
+        branches=has_several_chains,
         chains=own_chain_count,
     ),
 )

@@ -1,4 +1,4 @@
-"""Which requests run, and what each of them reads in a round: admission, portions of prompts, memory, reuse.
+"""Which requests run, and what each of them reads in a round: admission, chunks of prompts, memory, reuse.
 
 Requests are admitted in order, as many as the batch and the memory hold. A prompt is read in chunks while others are
 decoded, and whole where nobody waits. A prompt that begins like another one is not read again
@@ -63,7 +63,7 @@ class Plan:
 
     # Requests that get tokens in it; some of them read a whole prompt first.
     rows: list[Request] = field(default_factory=list)
-    portions: list[PrefillChunk] = field(default_factory=list)  # parts of other prompts
+    chunks: list[PrefillChunk] = field(default_factory=list)  # parts of other prompts
     reads: int = 0  # prompt tokens of both
     has_interactive: bool = False  # whether somebody waits for the tokens of a request that is decoded
     decoded: int = 0  # how many of `rows` were decoded before
@@ -119,7 +119,7 @@ class Scheduler:
     ) -> None:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.portions = ChunkSize()
+        self.chunk_size = ChunkSize()
         self.kept = PrefixCache() if prefix_reuse else PrefixCache(0)  # sessions of requests that ended
         self.kept.most_nbytes = room_for_sessions(target.device) if kv_memory is None else kv_memory
         drafter.reuse(self.kept)
@@ -198,7 +198,7 @@ class Scheduler:
         if all(row.offline for row in decoding):
             return self._at_once(decoding, left, whole=whole)
         turns = self._in_turns(left)
-        size = self.portions.size(len(decoding), len(self.running), _depth(turns[0]) if turns else 0)
+        size = self.chunk_size.size(len(decoding), len(self.running), _depth(turns[0]) if turns else 0)
         joined, parts, room = list(decoding), [], size
         for row in turns:
             tokens = left[row]
@@ -225,11 +225,11 @@ class Scheduler:
                 parts.append(_scored(row, left[row], room))
                 room -= len(parts[-1].tokens)
         if parts:
-            return Plan(portions=parts, reads=PREFILL_CHUNK - room)
+            return Plan(chunks=parts, reads=PREFILL_CHUNK - room)
         short = [row for row, tokens in left.items() if whole or len(tokens) <= PREFILL_CHUNK]
         if len(short) < len(left) and (not short or decoding):
             row = next(row for row in self._in_turns(left) if row not in short)
-            return Plan(portions=[PrefillChunk(row, left[row][:PREFILL_CHUNK])], reads=PREFILL_CHUNK)
+            return Plan(chunks=[PrefillChunk(row, left[row][:PREFILL_CHUNK])], reads=PREFILL_CHUNK)
         return Plan(self._in_order([*decoding, *short]), reads=sum(len(left[row]) for row in short))
 
     def _in_order(self, rows: Sequence[Request]) -> list[Request]:
@@ -275,6 +275,6 @@ class Scheduler:
         return other.session.reach(min(shared, other.session.stem)) < shared
 
     def spent(self, plan: Plan, seconds: float, drafted: int, drafting: float) -> None:
-        """Take in the time of a round besides drafting, the number of drafted tokens, and the time of drafting."""
+        """Record a finished round: its seconds without drafting, the drafted tokens, and the seconds of drafting."""
         if plan.has_interactive:
-            self.portions.spent(seconds, plan.reads, plan.decoded + drafted, drafting, plan.depth)
+            self.chunk_size.spent(seconds, plan.reads, plan.decoded + drafted, drafting, plan.depth)

@@ -15,7 +15,7 @@ from torch import Tensor
 from draftproof import native
 from draftproof.functional.checks import check_chain
 from draftproof.rng import Rng
-from draftproof.triton.choose import Way, fused, way
+from draftproof.triton.choose import Implementation, fused, implementation
 
 
 class ChainVerdict(NamedTuple):
@@ -174,7 +174,7 @@ def block_acceptance(
 
     Source: Block Verification, arXiv 2403.10444, Algorithm 2.
     """
-    planned = native.block_plan(tokens, q, p, lengths) if way(p.device) is Way.TORCH else None
+    planned = native.block_plan(tokens, q, p, lengths) if implementation(p.device) is Implementation.TORCH else None
     if planned is not None:
         return planned
     n = tokens.shape[1]

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.accelerator import sent
+from draftproof.accelerator import to_device
 from draftproof.functional.checks import check_chain, check_rows, check_tokens
 from draftproof.rng import Rng
 from draftproof.tree import ROOT, TokenTree, merge_chains
@@ -206,7 +206,7 @@ def _draw_table(parents: Sequence[int], draws: Sequence[int]) -> list[list[int]]
 
 def _pad(rows: Sequence[Sequence[int]], device: torch.device) -> Int[Tensor, "B N"]:
     width = max(len(row) for row in rows)
-    return sent([[*row, *[0] * (width - len(row))] for row in rows], device, torch.int64)
+    return to_device([[*row, *[0] * (width - len(row))] for row in rows], device, torch.int64)
 
 
 def _levels(tables: list[list[list[int]]], depths: list[list[int]], device: torch.device) -> tuple[DepthSlots, ...]:
@@ -218,7 +218,7 @@ def _levels(tables: list[list[list[int]]], depths: list[list[int]], device: torc
             if kids:
                 found[depth[slot]].append((len(kids) > 1, row * size + slot))
     return tuple(
-        DepthSlots(sent([at for _, at in sorted(level)], device, torch.int64), sum(not many for many, _ in level))
+        DepthSlots(to_device([at for _, at in sorted(level)], device, torch.int64), sum(not many for many, _ in level))
         for level in found
     )
 
@@ -246,7 +246,7 @@ def _build(
         tokens=tokens[q_row] if tokens.shape[0] else none,
         parent=_pad([[0, *(at + 1 for at in parent)] for parent in parents], device),
         depth=_pad(depths, device),
-        kids=sent(kids, device, torch.int64),
+        kids=to_device(kids, device, torch.int64),
         q_row=q_row,
         p_row=_pad(p_rows, device),
         chain=_pad([[0, *row] for row in owners], device),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from draftproof import models
-from draftproof.accelerator import finish
+from draftproof.accelerator import synchronize
 from draftproof.backends.base import Feed, unread
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.loading.load import load
@@ -126,7 +126,7 @@ def timed_pass(backend: SlotBackend, feeds: Sequence[Feed]) -> float:
     """Seconds of a forward pass, until an accelerator has finished it."""
     start = time.perf_counter()
     backend.forward(list(feeds))
-    finish(backend.device)
+    synchronize(backend.device)
     return time.perf_counter() - start
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from draftproof import models
-from draftproof.accelerator import finish
+from draftproof.accelerator import synchronize
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.models.gguf_file import GGUFFile, is_gguf
@@ -39,10 +39,10 @@ def product_rate(dtype: torch.dtype, size: int = 2048, repeats: int = 8) -> floa
 def _fastest(call: Callable[[], object], repeats: int, device: torch.device = _CPU) -> float:
     seconds = []
     for _ in range(repeats):
-        finish(device)
+        synchronize(device)
         start = time.perf_counter()
         call()
-        finish(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - start)
     return min(seconds)
 

@@ -176,7 +176,7 @@ def whole(status: int, headers: Mapping[str, str], body: bytes) -> Sequence[Mess
 
 
 def refusal() -> Sequence[Message]:
-    """What a request gets that no server answers."""
+    """The response when no server answers."""
     error = stopping()
     headers = {"content-type": "application/json", **(error.headers or {})}
     return whole(error.status, headers, json.dumps(error.body()).encode())

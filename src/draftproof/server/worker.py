@@ -285,7 +285,7 @@ class EngineWorker:
         return max(1, min(30, round(age / 2)))
 
     def _abandon(self) -> None:
-        """The thread has ended: nobody answers what is still open, some of which it never saw."""
+        """The engine's thread has ended: fail all open jobs, including those that it never received."""
         for job in self._open:
             job.put([], stopping())
         if self.failed:

@@ -142,7 +142,7 @@ class Auto(StopperBase):
         return best
 
     def _needed(self, costs: LearnedCosts, members: Sequence[RequestRates], best: DraftPlan) -> DraftPlan | None:
-        """A round that shows what rounds cost, where too little or nothing recent is known."""
+        """A measuring round, if estimates of costs are missing or old; else None."""
         batch = self._batch
         self._unused += 1
         if costs.passes.reading:  # a round beside a prompt would cost time, and show nothing

@@ -40,7 +40,7 @@ def installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-class Way(enum.Enum):
+class Implementation(enum.Enum):
     """How a marked function does its work."""
 
     TORCH = enum.auto()
@@ -48,7 +48,7 @@ class Way(enum.Enum):
     COMPARED = enum.auto()  # the kernel, if it agreed with torch at its first use
 
 
-def way(device: torch.device) -> Way:
+def implementation(device: torch.device) -> Implementation:
     """How functions of tensors on `device` do their work.
 
     Raises:
@@ -60,13 +60,13 @@ def way(device: torch.device) -> Way:
     if value == "interpret":
         _require(value)
         _interpret()
-        return Way.KERNEL
+        return Implementation.KERNEL
     if value == "0" or device.type != "cuda":
-        return Way.TORCH
+        return Implementation.TORCH
     if value == "1":
         _require(value)
-        return Way.KERNEL
-    return Way.COMPARED if installed() else Way.TORCH
+        return Implementation.KERNEL
+    return Implementation.COMPARED if installed() else Implementation.TORCH
 
 
 def _require(value: str) -> None:
@@ -95,12 +95,14 @@ def fused(module: str) -> Callable[[Rows[Rest]], Rows[Rest]]:
 
         @functools.wraps(plain)
         def chosen(rows: Tensor, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Tensor:
-            by = way(rows.device) if rows.numel() else Way.TORCH  # a kernel cannot be launched for no rows
-            if by is Way.COMPARED:
+            by = (
+                implementation(rows.device) if rows.numel() else Implementation.TORCH
+            )  # a kernel cannot be launched for no rows
+            if by is Implementation.COMPARED:
                 if not agreed:
                     agreed.append(_agrees(module, plain, rows, *args, **kwargs))
-                by = Way.KERNEL if agreed[0] else Way.TORCH
-            return (_kernel(module, plain) if by is Way.KERNEL else plain)(rows, *args, **kwargs)
+                by = Implementation.KERNEL if agreed[0] else Implementation.TORCH
+            return (_kernel(module, plain) if by is Implementation.KERNEL else plain)(rows, *args, **kwargs)
 
         return chosen
 

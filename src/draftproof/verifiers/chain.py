@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.accelerator import sent
+from draftproof.accelerator import to_device
 from draftproof.draft import Draft, Verdict
 from draftproof.errors import UserError
 from draftproof.functional.chain import ChainVerdict, block_verify, token_verify
@@ -52,7 +52,7 @@ def pad_chains(drafts: Sequence[Draft], target_probs: Sequence[Float[Tensor, "_ 
     q = p.new_zeros(len(drafts), 0, p.shape[-1]) if not drawn else None
     if drawn and not masses:
         q = _pad([p.new_zeros(0, p.shape[-1]) if draft.probs is None else draft.probs for draft in drafts])
-    lengths = sent([len(draft) for draft in drafts], p.device)
+    lengths = to_device([len(draft) for draft in drafts], p.device)
     return ChainBatch(_pad([draft.tree.tokens for draft in drafts]), q, p, lengths)
 
 

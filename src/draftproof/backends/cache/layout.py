@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from draftproof.accelerator import sent
+from draftproof.accelerator import to_device
 from draftproof.backends.base import Feed, FeedOutput
 from draftproof.backends.cache.sessions import SlotSession
 from draftproof.backends.cache.slot_cache import WritePlan
@@ -37,7 +37,7 @@ class Layout:
         self.chains = [
             feed.tokens.to(device, torch.int64).reshape(-1)
             if isinstance(feed.tokens, Tensor)
-            else sent(feed.tokens, device, torch.int64)
+            else to_device(feed.tokens, device, torch.int64)
             for feed in feeds
         ]
         self.plan = WritePlan(
@@ -51,9 +51,9 @@ class Layout:
         self.ids = self._placed([self._row_ids(row) for row in range(len(feeds))])
         host = [self._row_positions(feed) for feed in feeds]
         if packed:
-            self.positions = sent([list(itertools.chain.from_iterable(host))], device)
+            self.positions = to_device([list(itertools.chain.from_iterable(host))], device)
         else:
-            self.positions = sent([row + [0] * (self.width - len(row)) for row in host], device)
+            self.positions = to_device([row + [0] * (self.width - len(row)) for row in host], device)
 
     @cached_property
     def starts(self) -> list[int]:
@@ -70,7 +70,7 @@ class Layout:
     @cached_property
     def requested(self) -> Int[Tensor, " columns"]:
         """`columns` on the model's device."""
-        return sent(self.columns, self.device, torch.int64)
+        return to_device(self.columns, self.device, torch.int64)
 
     def own(self, values: Float[Tensor, "rows width dim"], row: int) -> Float[Tensor, "tokens dim"]:
         """The values of one feed's tokens."""
@@ -137,7 +137,7 @@ class Layout:
         if window is not None:
             ours, theirs = self.positions.view(-1, 1), slots
             if not self.straight:
-                theirs = self.key_positions.repeat_interleave(sent(self.sizes, self.device, torch.int64), 0)
+                theirs = self.key_positions.repeat_interleave(to_device(self.sizes, self.device, torch.int64), 0)
             allowed &= (
                 ours // window == theirs // window if isinstance(window, ChunkedWindow) else ours - theirs < window
             )
@@ -153,7 +153,7 @@ class Layout:
     @cached_property
     def limits(self) -> Int[Tensor, " tokens"]:
         """`host_limits` on the model's device, row after row."""
-        return sent(list(itertools.chain.from_iterable(self.host_limits)), self.device)
+        return to_device(list(itertools.chain.from_iterable(self.host_limits)), self.device)
 
     @cached_property
     def straight(self) -> bool:
@@ -191,7 +191,7 @@ class Layout:
         if self._open_trees:
             positions = positions.clone()
         for row, (stem, whole) in self._open_trees.items():
-            positions[row, stem : stem + len(whole)] = sent([stem - 1 + d for d in whole.depths], self.device)
+            positions[row, stem : stem + len(whole)] = to_device([stem - 1 + d for d in whole.depths], self.device)
         return positions
 
 

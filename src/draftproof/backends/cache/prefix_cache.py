@@ -1,4 +1,4 @@
-"""Sessions of requests that ended, for later requests that begin alike: what a model has read is not read again.
+"""Prefix cache: sessions of finished requests, reused by later requests with the same prefix.
 
 What is reused are the very keys and values (or states) that the model computed for these tokens, so outputs are those
 of a model that read everything. A session is handed over whole where little of it would be lost; else its beginning is

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.accelerator import sent
+from draftproof.accelerator import to_device
 from draftproof.backends.cache import rounding
 from draftproof.backends.cache.pages import PAGE, Buffer, addresses_are_free
 
@@ -96,10 +96,10 @@ class WritePlan:
             source = [row * widest + place for row, place in every]
             padded = len(source) < widest * len(self.slots)
             self._cells[device] = Cells(
-                rows=sent(self.slots, device),
-                slots=sent([self.slots[row] for row, _ in every], device),
-                positions=sent([self.bases[row] + place for row, place in every], device),
-                source=sent(source, device) if padded else None,
+                rows=to_device(self.slots, device),
+                slots=to_device([self.slots[row] for row, _ in every], device),
+                positions=to_device([self.bases[row] + place for row, place in every], device),
+                source=to_device(source, device) if padded else None,
             )
         return self._cells[device]
 
@@ -450,7 +450,7 @@ class SlotCache:
             if there:
                 which = there, buffer.device
                 if which not in indices:
-                    indices[which] = sent(positions[:there], buffer.device)
+                    indices[which] = to_device(positions[:there], buffer.device)
                 buffer[slot, :, base : base + there] = buffer[slot].index_select(1, indices[which])
 
 

@@ -262,10 +262,11 @@ class QuantizedExperts(_NativeExperts):
 
 
 def sorted_pairs(chosen: Int[Tensor, "tokens k"]) -> tuple[list[int], list[Group]]:
-    """Pairs of tokens and experts by expert: their numbers in that order, and of each expert its place in it.
+    """Sort (token, expert) pairs by expert.
 
     Returns:
-        numbers of pairs, that is token * k + place; and (expert, first, count) of each expert that is chosen.
+        the sorted indices of the pairs (token * k + choice), and (expert, first, count) of each chosen expert: its
+        slice of them.
     """
     experts = chosen.reshape(-1).tolist()
     order = sorted(range(len(experts)), key=experts.__getitem__)

@@ -1,8 +1,8 @@
 """The lean forward as a backend, and which transformers models have one: decoders with known traits, unaltered.
 
-Memory: the linear weights of the model are moved, not copied; what is held twice is the embedding of a model whose
-output layer is tied to it, where weights are packed: rows are looked up in the plain one. The model that was given
-still computes the same logits, by way of the moved weights, but cannot be trained, saved or moved any more.
+Memory: the linear weights of the model are moved, not copied. Only a tied embedding exists twice when weights are
+packed: looking up rows needs the plain copy. The model that was given still computes the same logits, by way of the
+moved weights, but cannot be trained, saved or moved any more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from draftproof.backends.lean.layers import Lean
 from draftproof.backends.lean.native_layers import NativeLayers
 from draftproof.backends.lean.traits import Traits, UnreadError, is_hooked, is_stock, seen_traits, traits_of
 from draftproof.backends.model_info import ModelInfo
-from draftproof.backends.new_weights import EMBEDDING, HEAD, refuse_misfits, state_of
+from draftproof.backends.new_weights import EMBEDDING, HEAD, refuse_other_shapes, state_of
 from draftproof.backends.products.calibration import InputStatistics, write
 from draftproof.errors import UserError
 from draftproof.native.tensors import BITS
@@ -166,7 +166,7 @@ class LeanForward(SlotBackend):
         state = state_of(weights)
         if HEAD in state and EMBEDDING in state and state[HEAD].data_ptr() == state[EMBEDDING].data_ptr():
             del state[HEAD]  # tied
-        refuse_misfits(state, architecture.shapes(state, self.facts.hidden_size, self.vocab_size), self.name)
+        refuse_other_shapes(state, architecture.shapes(state, self.facts.hidden_size, self.vocab_size), self.name)
         lean = architecture.lean_from(StateWeights(state, self.dtype, self.device))
         lean.rope = self.lean.rope
         lean.windows = self.lean.windows

@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 from typing_extensions import override
 
-from draftproof.accelerator import sent
+from draftproof.accelerator import to_device
 from draftproof.backends.base import Feed
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_cache import SlotCache
@@ -76,10 +76,10 @@ class GraphForward(LeanForward):
         views = self._cache.views(plan.slots[0], rows) if neighbours else self._cache.views()
         if views is None:
             return None
-        places = (sent(plan.bases, device).unsqueeze(1) + torch.arange(width, device=device)).flatten()
+        places = (to_device(plan.bases, device).unsqueeze(1) + torch.arange(width, device=device)).flatten()
         ids, positions = (part.flatten().contiguous() for part in (layout.ids, layout.positions))
         cos, sin = self.lean.rope(positions, plan.horizon)
-        own = torch.arange(rows, device=device) if neighbours else sent(plan.slots, device)
+        own = torch.arange(rows, device=device) if neighbours else to_device(plan.slots, device)
         given = {"ids": ids, "cos": cos, "sin": sin, "slots": own.repeat_interleave(width), "places": places}
         given |= {kind: self._mask(layout, window, horizon) for kind, window in self.lean.windows.now().items()}
         key = layout.layers, neighbours

@@ -33,7 +33,7 @@ from draftproof.backends.loading.gguf_rotary import (
 from draftproof.backends.loading.gguf_tensors import FileTensors, end_tokens, experts_of, named, single
 from draftproof.backends.loading.options import ACTIVATIONS, LoadOptions
 from draftproof.backends.model_info import ModelInfo
-from draftproof.backends.new_weights import EMBEDDING, misfit
+from draftproof.backends.new_weights import EMBEDDING, mismatch
 from draftproof.errors import UserError
 from draftproof.models.gguf_file import GGUFFile, TensorEntry, generation_config
 from draftproof.native.operations import Operations
@@ -203,7 +203,7 @@ def own_forward(
         UnreadError: other tensors than the architecture has.
     """
     vocab, hidden = state[EMBEDDING].shape
-    problem = misfit({key: each.shape for key, each in state.items()}, architecture.shapes(state, hidden, vocab))
+    problem = mismatch({key: each.shape for key, each in state.items()}, architecture.shapes(state, hidden, vocab))
     if problem is not None:
         raise UnreadError(f"its tensors {problem}")
     found = ModelInfo(

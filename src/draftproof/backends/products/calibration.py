@@ -1,11 +1,11 @@
 """What is known of a layer's inputs before its weights are quantized: their means and variances in a text of the model.
 
-A weight's error is multiplied by the layer's input. What it makes of the mean input is the same in every row, and is
-taken back by the bias. What is left counts with the input's variance. So a rounding that knows both drafts better:
-variances are the diagonal of the second-order matrix of GPTQ (arXiv 2210.17323) after the means are taken away, and
-llama.cpp's importance matrix has mean squares. The text needs no data and no tokenizer: each row begins with the token
-that begins a text, and goes on with what the model draws. It depends on the model only, so drafts are the same in every
-run.
+A weight's error is multiplied by the layer's input. The error due to the mean input is the same in every row, so the
+bias cancels it. The rest grows with the input's variance. A rounding that knows means and variances therefore drafts
+better: variances are the diagonal of the second-order matrix of GPTQ (arXiv 2210.17323) after the means are taken away,
+and llama.cpp's importance matrix has mean squares. The text needs no data and no tokenizer: each row begins with the
+token that begins a text, and goes on with what the model draws. It depends on the model only, so drafts are the same in
+every run.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def write(backend: SlotBackend, statistics: Collection[InputStatistics]) -> Iter
     """Let a model write a text of ROWS times TOKENS tokens, in steps: None after each pass.
 
     Rows begin with the token that begins a text, or with the one that ends it, as texts do in training: a model that
-    has never read a text without such a token has inputs of another kind there. Where a model names neither, rows begin
-    with tokens from all over the vocabulary. What the first pass adds is dropped: first tokens have activations like no
-    others.
+    has never read a text without such a token has inputs of another kind there. If a model names neither,
+    rows begin with tokens spread over the vocabulary. The first pass is left out: activations of first tokens are not
+    typical.
     """
     vocab, most, facts = backend.vocab_size, backend.max_positions, backend.facts
     named = (each for each in (facts.bos_token_id, *facts.eos_token_ids) if each is not None and 0 <= each < vocab)

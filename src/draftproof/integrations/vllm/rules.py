@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from draftproof.accelerator import sent
+from draftproof.accelerator import to_device
 from draftproof.functional import block_verify, match_verify, token_verify
 from draftproof.rng import Rng, inverse_cdf
 
@@ -76,7 +76,7 @@ def verify_rows(
     Returns:
         Token ids, as wide as the longest draft and one more.
     """
-    lengths = sent(counts, p.device, torch.int64)
+    lengths = to_device(counts, p.device, torch.int64)
     if greedy is not None:
         each = torch.repeat_interleave(greedy, lengths, output_size=p.shape[0]).unsqueeze(-1)
         p = torch.where(each, _point_masses(p.argmax(-1), p), p)
@@ -110,7 +110,7 @@ def _portions(requests: int, entries: int) -> Iterator[slice]:
 
 def _verify(rule: str, batch: _Batch, rng: Rng) -> Int[Tensor, "requests width"]:
     counts, width, device = batch.counts, batch.width, batch.p.device
-    lengths = sent(counts, device, torch.int64)
+    lengths = to_device(counts, device, torch.int64)
     given = _padded(batch.tokens.long(), counts, width)
     drafted = given.clamp(min=0)
     p = _padded(batch.p, counts, width + 1)
@@ -144,7 +144,7 @@ def _padded(flat: Tensor, counts: Sequence[int], width: int) -> Tensor:
     """Rows of requests one after another as [requests, width, ...], filled with zeros; no wait for the device."""
     made = flat.new_zeros(len(counts) * width, *flat.shape[1:])
     places = [request * width + place for request, count in enumerate(counts) for place in range(count)]
-    made[sent(places, flat.device, torch.int64)] = flat
+    made[to_device(places, flat.device, torch.int64)] = flat
     return made.view(len(counts), width, *flat.shape[1:])
 
 

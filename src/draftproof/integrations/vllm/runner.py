@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from typing_extensions import override
 
-from draftproof.accelerator import sent
+from draftproof.accelerator import to_device
 from draftproof.integrations.vllm.options import PluginOptions
 from draftproof.integrations.vllm.rules import NONE, GeneratorRng, verify_rows
 from draftproof.rng import NoiseRng, Purpose, Rng
@@ -73,7 +73,7 @@ class Round:
         size = batch.num_reqs
         rows = runner.query_start_loc.gpu[1 : size + 1].long() - 1
         if not last and self.metadata is not None:
-            rows = rows - sent(self.metadata.num_draft_tokens, rows.device, torch.int64)
+            rows = rows - to_device(self.metadata.num_draft_tokens, rows.device, torch.int64)
         read, prompts = runner.positions[rows].tolist(), batch.num_prompt_tokens[:size].tolist()
         return self._seeds(), [place + 1 - prompt for place, prompt in zip(read, prompts, strict=True)]
 

@@ -254,17 +254,17 @@ def refuse_other_target(files: HeadFiles, target: SlotBackend, *, hidden: int | 
     made_for = verifier_of(files.config)
     whose = f"(made for {made_for}) " if made_for else ""
 
-    def misfit(why: str) -> UserError:
+    def mismatch(why: str) -> UserError:
         return files.refused(f"{whose}{why}: take a head that was made for this target")
 
     if hidden is not None and hidden != (theirs := target.capabilities.hidden):
-        raise misfit(f"reads hidden states of width {hidden}, and those of {target.name} have {theirs}")
+        raise mismatch(f"reads hidden states of width {hidden}, and those of {target.name} have {theirs}")
     if vocab is not None and vocab != target.vocab_size:
-        raise misfit(f"is for a vocabulary of {vocab} tokens, and {target.name} has {target.vocab_size}")
+        raise mismatch(f"is for a vocabulary of {vocab} tokens, and {target.name} has {target.vocab_size}")
     there = backends.architectures(target)
     ours = list(_verifier(files.config).get("architectures") or [])
     if there and ours and not set(there) & set(ours):
-        raise misfit(f"was made for {' or '.join(ours)}, and {target.name} is {' or '.join(there)}")
+        raise mismatch(f"was made for {' or '.join(ours)}, and {target.name} is {' or '.join(there)}")
     if made_for and not _same_name(made_for, target.name):
         raise files.refused(
             f"was made for {made_for}, and the target is {target.name}: take a head that was "

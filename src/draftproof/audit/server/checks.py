@@ -136,11 +136,11 @@ def violations(
         elif stop in decoded and finish != "stop":
             found.append(f"the stop string {stop!r} was written and did not end the answer")
     if check.form and finish == "stop":
-        found += _misfit(check.form, text)
+        found += _mismatches(check.form, text)
     return found
 
 
-def _misfit(form: str, text: str) -> list[str]:
+def _mismatches(form: str, text: str) -> list[str]:
     if form == "regex":
         return [] if re.fullmatch(GRAMMAR, text) else [f"the text {text[:60]!r} does not match the regex"]
     try:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from draftproof.audit.served.checks import Check, checks_for, chosen, violations
-from draftproof.audit.served.client import Client, Refused, Reply
-from draftproof.audit.served.evidence import Wealth
-from draftproof.audit.served.kinds import looked_up
-from draftproof.audit.served.run import FAIL, OPEN, REFUSED, CheckResult, ServerAuditOptions
+from draftproof.audit.server.checks import Check, checks_for, chosen, violations
+from draftproof.audit.server.client import Client, Refused, Reply
+from draftproof.audit.server.evidence import Wealth
+from draftproof.audit.server.fault_models import looked_up
+from draftproof.audit.server.run import FAIL, OPEN, REFUSED, CheckResult, ServerAuditOptions
 
 _STAKES = (0.9, 0.5, 0.2, -0.2, -0.5, -0.9)
 _RECENT = 8

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from draftproof.audit.served.run import FAIL, OK, REFUSED, CheckResult, ServerAuditOptions, worst
+from draftproof.audit.server.run import FAIL, OK, REFUSED, CheckResult, ServerAuditOptions, worst
 from draftproof.errors import printable
 from draftproof.provenance import header
 from draftproof.results import table

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof import models
-from draftproof.audit.served.kinds import FLOOR, Maker, ScoredAnswer, reference
+from draftproof.audit.server.fault_models import FLOOR, Maker, ScoredAnswer, reference
 from draftproof.backends.base import Backend, outputs_along
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from draftproof.audit.served.checks import LONGEST_MINIMUM, Check, checks_for, chosen, violations
-from draftproof.audit.served.client import Client, Refused, Reply
-from draftproof.audit.served.evidence import SHARES, Evidence, needed_tokens
-from draftproof.audit.served.kinds import FLOOR, ScoredAnswer, kinds_of, ratios, reference
-from draftproof.audit.served.records import Records
-from draftproof.audit.served.scoring import Reference, drifts, gaps, largest_change
+from draftproof.audit.server.checks import LONGEST_MINIMUM, Check, checks_for, chosen, violations
+from draftproof.audit.server.client import Client, Refused, Reply
+from draftproof.audit.server.evidence import SHARES, Evidence, needed_tokens
+from draftproof.audit.server.fault_models import FLOOR, ScoredAnswer, kinds_of, ratios, reference
+from draftproof.audit.server.records import Records
+from draftproof.audit.server.scoring import Reference, drifts, gaps, largest_change
 from draftproof.errors import UserError
 from draftproof.sampling import SamplingParams
 

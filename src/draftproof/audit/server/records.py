@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from draftproof.audit.served.client import Reply
+from draftproof.audit.server.client import Reply
 from draftproof.errors import UserError
 from draftproof.files import whole_file
 from draftproof.provenance import digest
