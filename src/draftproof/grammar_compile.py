@@ -65,9 +65,10 @@ def _schema(text: str) -> Any:
     try:
         found = json.loads(text) if text else {"type": "object"}
     except RecursionError:
-        raise ValueError("the schema has too many levels") from None
+        raise ValueError("the schema has more levels than can be read: nest it less deeply") from None
     if not isinstance(found, dict):
-        raise ValueError("a schema is an object")  # noqa: TRY004 - reported as a value that cannot be used
+        kind = type(found).__name__
+        raise ValueError(f"expected a schema that is an object, got {kind}")  # noqa: TRY004 - reported as a bad value
     return found
 
 
@@ -100,7 +101,9 @@ def on_large_stack(call: Callable[[], _Made]) -> _Made:
         try:
             thread.start()
         except RuntimeError:
-            raise ValueError("there is no address space for the stack that compiling needs") from None
+            raise ValueError(
+                f"compiling needs a stack of {_STACK >> 20} MiB, and there is no address space for it: raise ulimit -v"
+            ) from None
         finally:
             threading.stack_size(usual)
     thread.join()

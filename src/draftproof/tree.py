@@ -31,8 +31,8 @@ class TokenTree:
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or self.tokens.shape[0] != len(self.parents):
             raise ValueError(
-                f"tokens have shape {tuple(self.tokens.shape)}, and there are {len(self.parents)} parents: a tree "
-                "needs one parent for each token"
+                f"parents: expected one for each token of a row of tokens, got {len(self.parents)} for tokens of shape "
+                f"{tuple(self.tokens.shape)}"
             )
         for node, parent in enumerate(self.parents, start=self.known):
             if not ROOT <= parent < node:

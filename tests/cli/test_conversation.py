@@ -257,7 +257,7 @@ def test_set_reads_a_value_as_the_command_line_does(talk, line, name, value):
         ("/set stop 'END", "stop: No closing quotation"),
         ("/set grammar nonsense", "grammar: expected json_object"),
         ("/set min_tokens 99", "min_tokens: expected 0 <= min_tokens <= max_tokens=12, got 99"),
-        ("/clear all", "/clear stands alone, got 'all' after it"),
+        ("/clear all", "/clear: expected nothing after it, got 'all'"),
         ("/save", "expected /save FILE"),
         ("/load ", "expected /load FILE"),
         ("/nonsense", "there is no command /nonsense: the commands are /help, /exit,"),

@@ -594,15 +594,15 @@ def test_last_token_is_token_verification_for_one_token():
 
 def test_tries_say_what_is_wrong():
     tree = TokenTree.chain(torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="not among its draws"):
+    with pytest.raises(ValueError, match=r"draws: .* got none of node 1"):
         Tries.from_trees([tree], [(0,)])
     with pytest.raises(ValueError, match="no trees"):
         Tries.from_trees([], [])
     tries = Tries.from_trees([tree], [None])
     row = torch.tensor([0.5, 0.5, 0.0])
-    with pytest.raises(ValueError, match="row 0, node 1 gives its token probability 0"):
+    with pytest.raises(ValueError, match=r"row 0, node 1: .* gives it probability 0"):
         trie_block_on_tries(tries, torch.tensor([[1.0, 0, 0], [1.0, 0, 0]]), row.expand(3, -1), rng=TorchRng(0))
-    with pytest.raises(ValueError, match="sums to"):
+    with pytest.raises(ValueError, match="sums to 1 within"):
         trie_block_on_tries(tries, None, 2 * row.expand(3, -1), rng=TorchRng(0))
 
 

@@ -56,7 +56,8 @@ def server(
     OPENAI_API_KEY is read too, and goes to https://api.openai.com only.
     """
     if (target is None) == (reference_url is None):
-        raise UserError("give either --target (the weights that the server serves) or --reference-url")
+        given = "none of them" if target is None else "both"
+        raise UserError(f"expected --target (the weights that the server serves) or --reference-url, got {given}")
     chosen = ServerAuditOptions(**options)
     texts = list(PROMPTS) if prompts is None else [each.text for each in read_prompts(prompts)]
     facts = run_facts()

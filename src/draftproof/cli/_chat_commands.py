@@ -43,9 +43,9 @@ def take(conversation: Conversation, line: str) -> Iterator[Event]:
             f"that begins with / goes between {QUOTES} and {QUOTES}"
         )
     if rest and not command.takes:
-        raise UserError(f"/{name} stands alone, got {rest!r} after it")
+        raise UserError(f"/{name}: expected nothing after it, got {rest!r}")
     if command.needs and not rest:
-        raise UserError(f"expected /{name} {command.takes}")
+        raise UserError(f"expected /{name} {command.takes}, got /{name} alone")
     yield from command.run(conversation, rest)
 
 

@@ -69,20 +69,29 @@ def _decode(raw: bytes, where: str) -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{where}, line {line}: not UTF-8 text") from None
+        raise UserError(
+            f"{where}, line {line}: not UTF-8 text (byte 0x{raw[error.start]:02x}): convert it, for example by iconv"
+        ) from None
 
 
 def _of_json(line: str, where: str) -> str:
     record = json_value(line, where)
     key = next((key for key in _KEYS if isinstance(record, dict) and key in record), None)
     if key is None:
-        raise UserError(f"{where}: expected an object with one of {', '.join(_KEYS)}")
+        raise UserError(f"{where}: expected an object with one of {', '.join(_KEYS)}, got {_form(record)}")
     value: Any = record[key]
     if key == "turns":
         value = value[0] if isinstance(value, list) and value else None
     if not isinstance(value, str):
-        raise UserError(f"{where}: expected text in {key}")
+        raise UserError(f"{where}: expected text in {key}, got {_form(value)}")
     return value
+
+
+def _form(value: Any) -> str:
+    """What a JSON value is, for an error: the fields of an object, the type of others."""
+    if isinstance(value, dict):
+        return f"one with {', '.join(map(repr, value))}" if value else "one without fields"
+    return "nothing" if value is None else type(value).__name__
 
 
 def _checked(text: str, where: str = "") -> PromptText:

@@ -16,23 +16,26 @@ def _first(bad: Tensor) -> tuple[int, ...]:
 def check_rows(name: str, rows: Float[Tensor, "*rows V"], valid: Tensor | None = None) -> None:
     """Check that rows are finite, non-negative and sum to 1 within 1e-3, wherever `valid` is true."""
     if not rows.is_floating_point() or rows.dtype in (torch.float16, torch.bfloat16):
-        raise ValueError(f"{name} has dtype {rows.dtype}: probabilities must be float32 or float64")
+        raise ValueError(f"{name}: expected probabilities in float32 or float64, got {rows.dtype}")
     keep = torch.ones(rows.shape[:-1], dtype=torch.bool, device=rows.device) if valid is None else valid
     total = rows.sum(-1)
     bad = keep & ~torch.isfinite(total)
     if bad.any():
-        raise ValueError(f"{name}{list(_first(bad))} holds NaN or infinity: probabilities must be finite")
+        raise ValueError(
+            f"{name}{list(_first(bad))}: expected finite probabilities, got a sum of {total[_first(bad)].item()}"
+        )
     bad = keep & (rows.amin(-1) < 0)
     if bad.any():
         where = _first(bad)
         raise ValueError(
-            f"{name}{list(where)} holds {rows[where].min().item():.3g}: probabilities must not be negative"
+            f"{name}{list(where)}: expected probabilities of 0 or more, got {rows[where].min().item():.3g}"
         )
     bad = keep & ((total - 1).abs() > SUM_TOLERANCE)
     if bad.any():
         where = _first(bad)
         raise ValueError(
-            f"{name}{list(where)} sums to {total[where].item():.6g}: rows must sum to 1 within {SUM_TOLERANCE}"
+            f"{name}{list(where)}: expected a row that sums to 1 within {SUM_TOLERANCE}, got {total[where].item():.6g} "
+            "(softmax or divide by the sum first)"
         )
 
 
@@ -50,8 +53,8 @@ def check_drawn(tokens: Int[Tensor, "*rows"], q: Float[Tensor, "*rows V"], valid
     if bad.any():
         where = _first(bad)
         raise ValueError(
-            f"q{list(where)} gives token {tokens[where].item()} probability 0, so it was not drawn from q: "
-            "pass the distribution the token was sampled from"
+            f"q{list(where)}: expected the distribution that token {tokens[where].item()} was drawn from, got one "
+            "that gives it probability 0"
         )
 
 
@@ -69,17 +72,17 @@ def check_chain(
     *lead, n = tokens.shape
     if p.ndim != tokens.ndim + 1 or list(p.shape[:-1]) != [*lead, n + 1]:
         raise ValueError(
-            f"p has shape {tuple(p.shape)}: with tokens of shape {tuple(tokens.shape)} it must be {(*lead, n + 1, 'V')}"
+            f"p: expected shape {(*lead, n + 1, 'V')} for tokens of shape {tuple(tokens.shape)}, got {tuple(p.shape)}"
         )
     vocab = p.shape[-1]
     if q is not None and tuple(q.shape) != (*lead, n, vocab):
-        raise ValueError(f"q has shape {tuple(q.shape)}: it must be {(*lead, n, vocab)} (tokens x the vocabulary of p)")
+        raise ValueError(f"q: expected shape {(*lead, n, vocab)} (tokens x the vocabulary of p), got {tuple(q.shape)}")
     place = torch.arange(n + 1, device=tokens.device)
     if lengths is None:
         inside = torch.ones((*lead, n + 1), dtype=torch.bool, device=tokens.device)
     else:
         if tuple(lengths.shape) != tuple(lead):
-            raise ValueError(f"lengths has shape {tuple(lengths.shape)}: it must be {tuple(lead)}")
+            raise ValueError(f"lengths: expected shape {tuple(lead)}, got {tuple(lengths.shape)}")
         bad = (lengths < 0) | (lengths > n)
         if bad.any():
             where = _first(bad)

@@ -103,7 +103,7 @@ class Tries:
             ValueError: an empty batch, or a node that is not among the draws.
         """
         if not trees:
-            raise ValueError("no trees: verification needs at least one row")
+            raise ValueError("trees: expected one or more, got no trees")
         order = [tuple(range(len(t))) if d is None else d for t, d in zip(trees, draws, strict=True)]
         starts = list(accumulate((len(tree) for tree in trees), initial=0))
         q_rows = [list(range(start, start + len(tree))) for start, tree in zip(starts, trees, strict=False)]
@@ -173,16 +173,14 @@ class Tries:
         if q is None or q.shape[0] == 0:
             return
         if q.shape[-1] != p.shape[-1]:
-            raise ValueError(
-                f"q has {q.shape[-1]} columns and p has {p.shape[-1]}: both need one for each target token"
-            )
+            raise ValueError(f"q: expected a column for each of the {p.shape[-1]} tokens of p, got {q.shape[-1]}")
         check_rows("q", q)
         bad = inside & (q[self.q_row * inside, self.tokens * inside] <= 0)
         if bad.any():
             row, slot = (int(i) for i in bad.nonzero()[0])
             raise ValueError(
-                f"q of row {row}, node {slot - 1} gives its token probability 0, so it was not drawn from q: "
-                "pass the distribution the token was sampled from"
+                f"q of row {row}, node {slot - 1}: expected the distribution that its token was drawn from, got one "
+                "that gives it probability 0"
             )
 
 
@@ -200,7 +198,7 @@ def _draw_table(parents: Sequence[int], draws: Sequence[int]) -> list[list[int]]
         table[parents[node] + 1].append(node + 1)
     if len(set(draws)) != len(parents):
         missing = min(set(range(len(parents))) - set(draws))
-        raise ValueError(f"node {missing} is in the tree but not among its draws: draws must name every node")
+        raise ValueError(f"draws: expected every node of the tree once or more, got none of node {missing}")
     return table
 
 

@@ -89,7 +89,10 @@ def otm_plan(p: Float[Tensor, " V"], q: Float[Tensor, " V"], k: int, *, support:
     symbols = [OTHER, *tokens] if len(tokens) < int((draft > 0).sum()) else tokens
     size = math.comb(len(symbols) + k - 1, k)
     if size > MAX_MULTISETS:
-        raise ValueError(f"{len(symbols)} tokens, k = {k}: {size} multisets, more than {MAX_MULTISETS}; pass support")
+        raise ValueError(
+            f"support: expected at most {MAX_MULTISETS} multisets of drafts, got {size} ({len(symbols)} tokens, "
+            f"k = {k}): pass a smaller support"
+        )
     sets = list(itertools.combinations_with_replacement(symbols, k))
     limits = [_probability(Counter(drawn), {OTHER: rest, **chances}) for drawn in sets]
     pairs = [(row, token) for row, drawn in enumerate(sets) for token in sorted(set(drawn) - {OTHER})]
