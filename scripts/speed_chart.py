@@ -9,6 +9,7 @@ compared to the last digit, and those of two kinds of weights not at all.
 
 from __future__ import annotations
 
+import gzip
 import html
 import json
 from pathlib import Path
@@ -29,14 +30,16 @@ OWN, OTHER = "#00897b", "#90a4ae"
 
 def ratios(name: str, temperature: float) -> dict[str, float]:
     """Speeds of a run's engines for one request, relative to ours without drafts: mean of the turns' ratios."""
-    rows: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    packed, plain = (RESULTS / f"{name}{ending}" for ending in (".json.gz", ".json"))
+    figures = gzip.decompress(packed.read_bytes()) if packed.exists() else plain.read_bytes()
+    rows: list[dict[str, Any]] = json.loads(figures)["rows"]
     speeds = {
         row["engine"]: row["tokens_per_second"]
         for row in rows
         if row["batch"] == 1 and row["temperature"] == temperature
     }
-    plain = speeds[PLAIN]
-    return {engine: fmean(a / b for a, b in zip(found, plain, strict=True)) for engine, found in speeds.items()}
+    ours = speeds[PLAIN]
+    return {engine: fmean(a / b for a, b in zip(found, ours, strict=True)) for engine, found in speeds.items()}
 
 
 def bars(runs: dict[str, str], temperature: float) -> list[tuple[str, float]]:

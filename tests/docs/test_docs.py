@@ -251,6 +251,20 @@ def test_every_result_that_is_listed_exists_and_every_page_is_listed():
     assert results_that_are_listed("| gone.md, old/ | a | b | c |\n") == ["gone.md", "old/"]
 
 
+def raw_figures(paths):
+    """Those that are too large to lie there as they are, and those that lie there twice."""
+    sizes = {path.name: path.stat().st_size for path in paths if path.suffix in {".json", ".gz"}}
+    return [name for name, size in sizes.items() if name.endswith(".json") and (size > 30_000 or f"{name}.gz" in sizes)]
+
+
+def test_raw_figures_are_compressed(tmp_path):
+    """A search of the repository should not find a thousand lines of numbers."""
+    assert not raw_figures((DOCS / "results").rglob("*"))
+    for name, size in (("large.json", 30_001), ("twice.json", 1), ("twice.json.gz", 1), ("small.json", 30_000)):
+        (tmp_path / name).write_bytes(b"1" * size)
+    assert sorted(raw_figures(tmp_path.iterdir())) == ["large.json", "twice.json"]
+
+
 # --- the front page -----------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Records of checked configurations, and the table that is made of them."""
 
+import gzip
 import hashlib
 import json
 import platform
@@ -145,7 +146,7 @@ def cell(record):
 
 def written():
     """The rows of the table as it stands, by the name of the configuration."""
-    rows = json.loads(RESULTS.with_suffix(".json").read_text(encoding="utf-8"))
+    rows = json.loads(gzip.decompress(RESULTS.with_suffix(".json.gz").read_bytes()))
     return {row["name"]: row for row in rows}
 
 
@@ -154,5 +155,6 @@ def write(records):
     kept = [{key: value for key, value in record.items() if key != "source"} for record in records]
     with whole_file(RESULTS.with_suffix(".md")) as path:
         Path(path).write_text(page(records), encoding="utf-8")
-    with whole_file(RESULTS.with_suffix(".json")) as path:
-        Path(path).write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n", encoding="utf-8")
+    with whole_file(RESULTS.with_suffix(".json.gz")) as path:
+        text = "[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n"
+        Path(path).write_bytes(gzip.compress(text.encode(), mtime=0))
