@@ -10,43 +10,10 @@ from pathlib import Path
 
 import draftproof
 from support.each import for_each
+from support.floors import FLOOR, ROOM
 
 PACKAGE = Path(draftproof.__file__).parent
 ROOT = PACKAGE.parent.parent
-# Lower floors first; a module may import from its own floor and below.
-FLOORS = (
-    {"_version", "errors", "embedded", "accelerator"},
-    {"files", "tree", "native", "triton"},
-    {"rng", "progress", "peak"},
-    {"grammar_compile", "grammar_check"},
-    {"draft", "bad_words", "sampling", "grammar", "heads", "models"},
-    {"functional", "reasoning", "reference", "provenance", "results"},
-    {"verifiers", "finish", "theory"},
-    {"stoppers", "backends"},
-    {"drafters"},
-    {"engine"},
-    {"testing", "training"},
-    {"audit", "bench"},
-    {"reproduction", "profiling", "server", "batch", "integrations"},
-    {"cli"},
-    {"__main__"},
-)
-FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-# The rooms of backends, likewise; "" is the contract.
-ROOMS = (
-    {""},
-    {"cache"},
-    {"translation"},
-    {"recurrent", "products"},
-    {"hf"},
-    {"lean"},
-    {"heads"},
-    {"heads.published"},
-    {"loading"},
-)
-ROOM = {name: floor for floor, names in enumerate(ROOMS) for name in names}
-
-
 # What is in the root besides folders; `.git` is a file in a work tree.
 ROOT_FILES = {
     *(".git", ".gitignore", ".pre-commit-config.yaml"),
@@ -123,7 +90,7 @@ def test_rooms_of_backends_import_from_below():
         f"{name} imports {each}"
         for name in modules
         for each in imports()[name]
-        if each.startswith("draftproof.backends.") and ROOM.get(room(each), 0) > ROOM.get(room(name), len(ROOMS))
+        if each.startswith("draftproof.backends.") and ROOM.get(room(each), 0) > ROOM.get(room(name), len(ROOM))
     ]
     assert not above, above
 
@@ -242,6 +209,16 @@ def test_tests_import_no_other_test():
     ]
     assert not found, found
     assert list(any_imports("from server.test_server_page import SET")) == ["server.test_server_page"]
+
+
+def test_the_targets_name_does_not_climb():
+    """It is handed down while an engine is loaded, from `Engine.load` to what reads the files."""
+    command = [sys.executable, str(ROOT / "scripts" / "house_figures.py"), "--climbs"]
+    calls, climbs = re.search(
+        r"(\d+) calls from one file to another, (\d+) climbs", subprocess.check_output(command, text=True)
+    ).groups()
+    assert int(calls) > 5
+    assert climbs == "0"
 
 
 def test_the_file_tree_is_true():
