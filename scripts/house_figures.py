@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import re
 import sys
 from collections import Counter
@@ -71,6 +72,7 @@ def repeated_windows(texts: Mapping[Path, str]) -> int:
 # --- climbs ---------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def floor_of(file: str) -> tuple[int, int] | None:
     """Floor of a source file, and its room's among those of backends; None for other people's files."""
     try:
