@@ -444,6 +444,27 @@ INLINE floats ggml_sixteen_steps(ggml_form f, const uint8_t *steps, long g) {
   return f.is_wide ? load_bfloat16((const bfloat16 *)(steps + 32 * g)) : load_half(steps + 32 * g);
 }
 
+/* What a piece's steps have in common where bytes multiply them. */
+typedef struct {
+  floats step, lowest;
+} ggml_piece_steps;
+INLINE ggml_piece_steps ggml_steps_of(ggml_form f, const uint8_t *steps) {
+  ggml_piece_steps made = {zeros(), zeros()};
+  if (f.by_byte) made.step = load_half(steps);
+  if (f.by_byte && f.has_least) made.lowest = load_half(steps + 32);
+  return made;
+}
+/* The scales and the least values of a group of a piece. */
+INLINE floats ggml_scale(ggml_form f, const uint8_t *steps, ggml_piece_steps piece, long g) {
+  const uint8_t *bytes = steps + 32 * (1 + f.has_least) + LANES * g;
+  if (!f.by_byte) return ggml_sixteen_steps(f, steps, g);
+  return mul(piece.step, f.is_signed ? load_signed_bytes((const int8_t *)bytes) : load_bytes(bytes));
+}
+INLINE floats ggml_least(ggml_form f, const uint8_t *steps, ggml_piece_steps piece, long g) {
+  if (!f.by_byte) return load_half(steps + 32 * (f.groups + g));
+  return mul(piece.lowest, load_bytes(steps + 64 + LANES * (f.groups + g)));
+}
+
 /* `ggml_tile` with levels, and with inputs as they are. Inputs of a group take turns among sums, so that additions need not wait
    for one another, and these are multiplied by its scale. */
 INLINE void ggml_levels_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row, floats *sums, const int rows,
@@ -519,13 +540,9 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
 #pragma GCC unroll 4
       for (int b = 0; b < blocks; b++)
         __builtin_prefetch(steps + b * next + ahead + ahead_of(w + next - steps - ahead, (blocks - 1) * next));
-    floats step[4], lowest[4];
-    if (f.by_byte)
+    ggml_piece_steps in_common[4];
 #pragma GCC unroll 4
-      for (int b = 0; b < blocks; b++) {
-        step[b] = load_half(steps + b * next);
-        if (f.has_least) lowest[b] = load_half(steps + b * next + 32);
-      }
+    for (int b = 0; b < blocks; b++) in_common[b] = ggml_steps_of(f, steps + b * next);
     for (long g = 0; g < f.groups; g++) {
       const uint8_t *body = steps + ggml_steps(f) + g * ggml_numbers(f);
       const int8_t *numbers = x->numbers + row * x->padded + piece * ggml_piece(f) + g * f.group;
@@ -581,15 +598,8 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
       }
 #pragma GCC unroll 4
       for (int b = 0; b < blocks; b++) {
-        floats scale, least;
-        if (f.by_byte) {
-          const uint8_t *bytes = steps + b * next + 32 * (1 + f.has_least) + LANES * g;
-          scale = mul(step[b], f.is_signed ? load_signed_bytes((const int8_t *)bytes) : load_bytes(bytes));
-          if (f.has_least) least = mul(lowest[b], load_bytes(bytes + LANES * f.groups));
-        } else {
-          scale = ggml_sixteen_steps(f, steps + b * next, g);
-          if (f.has_least) least = load_half(steps + b * next + 32 * (f.groups + g));
-        }
+        const floats scale = ggml_scale(f, steps + b * next, in_common[b], g);
+        const floats least = f.has_least ? ggml_least(f, steps + b * next, in_common[b], g) : zeros();
 #pragma GCC unroll 8
         for (int m = 0; m < rows; m++) {
           const float *of_inputs = halves > 1 ? x->half_sums + (row + m) * 2 * groups : x->sums + (row + m) * groups;
@@ -623,3 +633,16 @@ GGML_FORMS(TILES)
 static const ggml_tile_fn ggml_tiles[GGML_FORM_COUNT][GGML_ROWS + 1][5] = {GGML_FORMS(TILES)};
 #undef TILES
 #undef NAMED
+
+#ifdef WITH_AMX
+#include "matrix_bytes.h"
+#endif
+
+/* How many rows take turns with each weight that is read: their inputs stay near the processor. */
+static long ggml_rows_together(const ggml_inputs *x) {
+  const long near = (1 << (x->kind == AS_FLOATS ? 16 : 18)) / x->padded;
+#ifdef WITH_AMX
+  if (x->kind != AS_FLOATS) return OPENED_ROWS;
+#endif
+  return near > GGML_ROWS ? near / GGML_ROWS * GGML_ROWS : GGML_ROWS;
+}

@@ -62,11 +62,37 @@ static void NAME(share_ggml_rounding)(void *given) {
   for (long row = p->rows * number / count; row < p->rows * (number + 1) / count; row++) NAME(ggml_round)(p, row);
 }
 
-/* Blocks of one segment, for some rows: `block` counts in the segment, `out` is its first output in the product. */
+#ifdef WITH_AMX
+/* `ggml_blocks` on the matrix unit. */
+static void NAME(ggml_opened_blocks)(const NAME(ggml_product) * p, int segment, long out, long block, long stop, long row, long last) {
+  const int form = ggml_type_of(p->w->of[segment].type)->form;
+  const long next = ggml_block_size(ggml_forms[form], p->ins);
+  float sums[OPENED_ROWS * OPENED_BLOCKS * LANES] __attribute__((aligned(64)));
+  for (int blocks; block < stop; block += blocks) {
+    blocks = stop - block < OPENED_BLOCKS ? (int)(stop - block) : OPENED_BLOCKS;
+    ggml_opened_sums(&p->inputs, p->w->of[segment].w + block * next, p->ins, form, row, last, blocks, sums);
+    const float *at = sums;
+    for (long tile = row; tile < last; tile += HEIGHT)
+      for (int b = 0; b < blocks; b++, at += HEIGHT * LANES) {
+        const long start = ggml_start_of_tile(row, last, (tile - row) / HEIGHT);
+        for (long m = tile - start; m < HEIGHT; m++)
+          NAME(write)(load_float(at + m * LANES), p->bias, p->onto, p->y, start + m, p->outs, out + (block + b) * LANES);
+      }
+  }
+}
+#endif
+
+/* Blocks of one segment, for some rows: `block` counts in the segment, `out` is the segment's first output in the product. */
 static void NAME(ggml_blocks)(const NAME(ggml_product) * p, int segment, long out, long block, long stop, long row, long last) {
   const int form = ggml_type_of(p->w->of[segment].type)->form;
   const long next = ggml_block_size(ggml_forms[form], p->ins);
   floats sums[8 * 4];
+#ifdef WITH_AMX
+  if (!ggml_forms[form].levels && last - row >= OPENED_LEAST) {
+    NAME(ggml_opened_blocks)(p, segment, out, block, stop, row, last);
+    return;
+  }
+#endif
   while (row < last) {
     const long left = last - row;
     const int rows = ggml_tile_rows(left);
@@ -87,7 +113,7 @@ static void NAME(ggml_blocks)(const NAME(ggml_product) * p, int segment, long ou
 
 /* Blocks of one matrix for the rows of its group, so many at once as stay near the processor. */
 static void NAME(ggml_of_group)(const NAME(ggml_product) * p, const int64_t *group, long block, long stop) {
-  const long near = (1 << (p->inputs.kind == AS_FLOATS ? 16 : 18)) / p->inputs.padded, chunk = near > GGML_ROWS ? near / GGML_ROWS * GGML_ROWS : GGML_ROWS;
+  const long chunk = ggml_rows_together(&p->inputs);
   NAME(ggml_product) of = *p;
   ggml_matrix w = *p->w;
   of.w = &w;
