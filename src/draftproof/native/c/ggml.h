@@ -389,8 +389,8 @@ static int ggml_tile_rows(long left) {
 #endif
 }
 
-/* Inputs in 8 bits: numbers [rows, padded], a scale for each 32 of a row, and for each 32 and each 16 the sum of the numbers,
-   negated, and the sum times the scale; or, AS_FLOATS, [rows, padded]. There are rows for a whole tile; ggml_inputs_size of
+/* Inputs in 8 bits: numbers [rows, padded]; [groups, rows] scales for each 32 of a row, and for each 32 and each 16 the sum of the
+   numbers, negated, and the sum times the scale; or, AS_FLOATS, [rows, padded]. There are rows for a whole tile; ggml_inputs_size of
    structures.py is the size of their memory. */
 typedef struct {
   int kind;
@@ -424,11 +424,17 @@ static void ggml_clear_beyond(const ggml_inputs *x, long rows) {
     return;
   }
   memset(x->numbers + rows * x->padded, 0, more * (size_t)x->padded);
-  memset(x->scales + rows * (long)groups, 0, more * groups * sizeof(float));
-  memset(x->sums + rows * (long)groups, 0, more * groups * sizeof(float));
-  memset(x->half_sums + rows * 2 * (long)groups, 0, more * 2 * groups * sizeof(float));
-  memset(x->less + rows * (long)groups, 0, more * groups * sizeof(int32_t));
-  memset(x->half_less + rows * 2 * (long)groups, 0, more * 2 * groups * sizeof(int32_t));
+  for (size_t g = 0; g < groups; g++) {
+    const long at = (long)g * x->rows + rows;
+    memset(x->scales + at, 0, more * sizeof(float));
+    memset(x->sums + at, 0, more * sizeof(float));
+    memset(x->less + at, 0, more * sizeof(int32_t));
+  }
+  for (size_t g = 0; g < 2 * groups; g++) {
+    const long at = (long)g * x->rows + rows;
+    memset(x->half_sums + at, 0, more * sizeof(float));
+    memset(x->half_less + at, 0, more * sizeof(int32_t));
+  }
 }
 
 /* Numbers 4 t to 4 t + 3 of a group of each output, from its lines. */
@@ -526,7 +532,7 @@ INLINE void ggml_levels_tile(const ggml_inputs *x, const uint8_t *w, long ins, l
 /* Outputs of some rows of inputs and some neighbouring blocks of 16 outputs: sums [rows, blocks]. */
 INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row, floats *sums, const int rows,
                       const int blocks, const ggml_form f) {
-  const long next = ggml_block_size(f, ins), pieces = next / ggml_piece_size(f), groups = x->padded / GGML_GROUP;
+  const long next = ggml_block_size(f, ins), pieces = next / ggml_piece_size(f);
   const long halves = f.group < GGML_GROUP ? 2 : 1;
   const int offset = f.bits < 8 ? f.offset : f.offset - (f.is_whole ? WHOLE_BYTE_OFFSET : BYTE_OFFSET);
   floats sum[8][4];
@@ -556,8 +562,8 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
         __asm__("" : "+r"(inputs[m])); /* one register for each row; else GCC computes an address for each unit of each */
         units first = no_units();
         if (offset) {
-          const int32_t *less = halves > 1 ? x->half_less + (row + m) * 2 * groups : x->less + (row + m) * groups;
-          first = shifted_up(splat_unit(less + of_row), __builtin_ctz((unsigned)offset));
+          const int32_t *less = halves > 1 ? x->half_less : x->less;
+          first = shifted_up(splat_unit(less + of_row * x->rows + row + m), __builtin_ctz((unsigned)offset));
         }
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; b++) {
@@ -602,10 +608,10 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
         const floats least = f.has_least ? ggml_least(f, steps + b * next, in_common[b], g) : zeros();
 #pragma GCC unroll 8
         for (int m = 0; m < rows; m++) {
-          const float *of_inputs = halves > 1 ? x->half_sums + (row + m) * 2 * groups : x->sums + (row + m) * groups;
-          const floats whole = mul(from_units(total[m][b]), splat(x->scales[(row + m) * groups + of_row / halves]));
+          const float *of_inputs = (halves > 1 ? x->half_sums : x->sums) + of_row * x->rows + row;
+          const floats whole = mul(from_units(total[m][b]), splat(x->scales[of_row / halves * x->rows + row + m]));
           sum[m][b] = multiply_add(whole, scale, sum[m][b]);
-          if (f.has_least) sum[m][b] = multiply_add(least, splat(of_inputs[of_row]), sum[m][b]);
+          if (f.has_least) sum[m][b] = multiply_add(least, splat(of_inputs[m]), sum[m][b]);
         }
       }
     }

@@ -35,7 +35,7 @@ static void NAME(ggml_round)(const NAME(ggml_product) * p, long row) {
   }
   const float of_row = to->kind == BY_ROW ? NAME(ggml_scale_of_row)(x, p->ins) : 0;
   for (long start = 0; start < to->padded; start += GGML_GROUP) {
-    const long here = p->ins - start < 0 ? 0 : p->ins - start, group = (row * to->padded + start) / GGML_GROUP;
+    const long here = p->ins - start < 0 ? 0 : p->ins - start, place = start / GGML_GROUP * to->rows + row;
     floats top = zeros(), v[2];
     for (int half = 0; half < 2; half++) {
       v[half] = here > LANES * half ? NAME(load_first)(x + start + LANES * half, here - LANES * half) : zeros();
@@ -47,12 +47,13 @@ static void NAME(ggml_round)(const NAME(ggml_product) * p, long row) {
       v[half] = of_row > 0 ? smaller(nearest(quotient(v[half], splat(of_row))), splat(127)) : nearest(mul(v[half], splat(by)));
       store_bytes(to->numbers + row * to->padded + start + LANES * half, v[half]);
       sum[half] = sum_of(v[half]);
-      to->half_sums[2 * group + half] = scale * sum[half];
-      to->half_less[2 * group + half] = (int32_t)-sum[half];
+      const long of_half = (start / LANES + half) * to->rows + row;
+      to->half_sums[of_half] = scale * sum[half];
+      to->half_less[of_half] = (int32_t)-sum[half];
     }
-    to->scales[group] = scale;
-    to->sums[group] = scale * (sum[0] + sum[1]);
-    to->less[group] = (int32_t)(-sum[0] - sum[1]);
+    to->scales[place] = scale;
+    to->sums[place] = scale * (sum[0] + sum[1]);
+    to->less[place] = (int32_t)(-sum[0] - sum[1]);
   }
 }
 

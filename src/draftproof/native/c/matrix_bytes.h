@@ -64,16 +64,15 @@ static void shape_byte_tiles(long group) {
 /* The sums of a group of sixteen rows, scaled: `g` counts in what is opened, `of_row` in the row. */
 INLINE void ggml_add_scaled(const ggml_inputs *x, const ggml_opened *w, long row, long g, long of_row, const int32_t *dots,
                             floats *sum, const int halves, const int has_least) {
-  const long groups = x->padded / GGML_GROUP;
-  const float *scales = x->scales + row * groups + of_row / halves;
-  const float *of_inputs = (halves > 1 ? x->half_sums : x->sums) + row * halves * groups + of_row;
+  const float *scales = x->scales + of_row / halves * x->rows + row;
+  const float *of_inputs = (halves > 1 ? x->half_sums : x->sums) + of_row * x->rows + row;
   const floats scale = load_float(w->scales + g * LANES);
   const floats least = has_least ? load_float(w->leasts + g * LANES) : zeros();
 #pragma GCC unroll 16
   for (int m = 0; m < HEIGHT; m++) {
-    const floats whole = mul(from_units(load_units(dots + m * LANES)), splat(scales[m * groups]));
+    const floats whole = mul(from_units(load_units(dots + m * LANES)), splat(scales[m]));
     sum[m] = multiply_add(whole, scale, sum[m]);
-    if (has_least) sum[m] = multiply_add(least, splat(of_inputs[m * halves * groups]), sum[m]);
+    if (has_least) sum[m] = multiply_add(least, splat(of_inputs[m]), sum[m]);
   }
 }
 
