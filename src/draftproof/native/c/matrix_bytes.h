@@ -6,7 +6,7 @@
    order, so that a row has the same bits from both. */
 
 enum {
-  OPENED_LEAST = HEIGHT, /* rows from which on opening pays */
+  OPENED_LEAST = 2 * HEIGHT, /* rows from which on opening pays: measured */
   OPENED_INPUTS = 512,   /* of sixteen outputs, whole pieces of every form: what is opened stays in the first cache */
   OPENED_BLOCKS = 2,     /* whose inputs are read once */
   OPENED_ROWS = 256,     /* that take turns with what is opened */
