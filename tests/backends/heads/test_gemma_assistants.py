@@ -253,7 +253,7 @@ def test_output_is_the_same_alone_and_in_a_batch():
 def test_an_assistant_is_known_by_its_config():
     folder = str(DATA / "shared" / "assistant")
     made = EngineOptions(draft=folder).of_head()
-    assert (made.draft, made.drafter) == (None, f"assistant:{folder}")
+    assert (made.draft, made.drafter) == (None, f"auto:assistant:{folder}")
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

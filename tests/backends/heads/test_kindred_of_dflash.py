@@ -271,13 +271,14 @@ def test_heads_that_predict_nothing_are_refused_with_that_stopper(tmp_path):
 
 @pytest.mark.parametrize("name", [*WRITERS])
 def test_a_head_is_known_by_its_config(tmp_path, name):
-    """Named as the draft model, it is read by its drafter; the first EAGLE heads alone look like models."""
+    """Named as the draft model, `auto` chooses it, too; the first EAGLE heads alone look like models."""
     folder = WRITERS[name](tmp_path / "head", tiny_target())
     made = EngineOptions(draft=str(folder)).of_head()
     if name == "eagle":
         assert made.draft == str(folder)
     else:
-        assert (made.draft, made.drafter) == (None, f"{name}:{folder}")
+        assert (made.draft, made.drafter) == (None, f"auto:{name}:{folder}")
+        assert EngineOptions(draft=str(folder), drafter="auto").of_head() == made
     assert EngineOptions(draft=str(DATA / "target")).of_head().draft == str(DATA / "target")
     for other in ("owner/none", "owner/none:Q4_K_M", "embedded:draft", *REGISTRY):  # nothing is fetched or refused here
         assert EngineOptions(draft=other).of_head().draft == other
@@ -294,7 +295,9 @@ def test_an_engine_drafts_with_a_head_that_is_named_as_the_draft_model(tmp_path)
 
 def test_two_ways_to_name_a_drafter_and_unknown_heads_are_refused(tmp_path):
     folder = DATA / "dspark_vanilla"
-    with pytest.raises(UserError, match="draft names a head of algorithm dspark, and drafter is 'ngram:4': leave one"):
+    with pytest.raises(
+        UserError, match=r"draft names a head of algorithm dspark, and drafter is 'ngram:4': leave one .* dspark:/"
+    ):
         EngineOptions(draft=str(folder), drafter="ngram:4").of_head()
     other = changed(tmp_path / "head", "dspark_vanilla", speculators_model_type="xpress")
     with pytest.raises(UserError, match="'xpress', which is not read here: expected eagle3, peagle, dflash, dspark"):

@@ -88,6 +88,16 @@ def mtp_backend(target: SlotBackend) -> HeadBackend | StepsBackend:
     return layers[0]
 
 
+def has_prediction_layers(target: SlotBackend) -> bool:
+    """Whether the files of a target's checkpoint are here and have such layers, as far as can be told unread."""
+    if not isinstance(target, HFBackend) or not target.capabilities.hidden:
+        return False
+    if target.config.model_type in mtp_qwen.TYPES:
+        return mtp_qwen.has_layer(target.model)
+    count = getattr(target.model.config.get_text_config(), _LAYERS, None)
+    return bool(count) and mtp_qwen.is_here(target.model)
+
+
 def _load(target: SlotBackend) -> Any:
     from transformers.modeling_layers import MtpModel
 

@@ -22,7 +22,25 @@ from draftproof.errors import UserError, reason
 
 TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _FULL = "full_attention"
+_FIRST = "mtp.fc.weight"  # every such layer has it
 _SHARED = ("mtp.embed_tokens.", "mtp.lm_head.", "mtp.shared_head.")
+
+
+def is_here(model: Any) -> bool:
+    """Whether a model was loaded from files that are still here."""
+    try:
+        _folder(model.config.name_or_path)
+    except OSError:
+        return False
+    return True
+
+
+def has_layer(model: Any) -> bool:
+    """Whether the checkpoint of a model is here and has such a layer."""
+    try:
+        return _FIRST in _tensors(model, "")
+    except UserError:
+        return False
 
 
 def described(model: Any, name: str) -> Any:
@@ -90,9 +108,9 @@ def _folder(source: str) -> Path:
 
 
 def _checked(tensors: Mapping[str, Any], name: str) -> None:
-    if "mtp.fc.weight" not in tensors:
+    if _FIRST not in tensors:
         raise UserError(
-            f"drafter mtp: the checkpoint of {name} has no prediction layer (no tensor mtp.fc.weight), whatever its "
+            f"drafter mtp: the checkpoint of {name} has no prediction layer (no tensor {_FIRST}), whatever its "
             "config says, as many conversions are published: use another drafter"
         )
     if any(each.startswith("mtp.layers.1.") for each in tensors):
