@@ -3,7 +3,8 @@
 It runs in an environment of its own, as make_head_references.py. Every layer is random and tiny, and is written under
 the names of the published checkpoints (`mtp.*`): `reference.safetensors` holds them with the embedding, the output
 layer, random hidden states and the logits of the first step at every token. Later steps are others in the package: it
-reads the whole text at every step, as it trains.
+reads the whole text at every step, as it trains. `head` has the config of a head that drafts three
+tokens, and their logits.
 
     TORCHDYNAMO_DISABLE=1 python scripts/made_once/make_mtp_references.py tests/support/data/mtp_qwen
 """
@@ -24,6 +25,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 IDS = [3, 17, 5, 29, 8, 30, 11, 2, 39, 21, 14, 6]
+STEPS = 3
 SHAPE: dict[str, Any] = {
     "vocab_size": 40,
     "hidden_size": 16,
@@ -81,7 +83,7 @@ def make(name: str, seed: int, out: Path) -> None:
         algorithm="mtp",
         proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=1)],
         default_proposal_method="greedy",
-        verifier=VerifierConfig(name_or_path=None, architectures=["X"]),
+        verifier=VerifierConfig(name_or_path=None, architectures=[]),
     )
     model: Any = MTPDraftModel(MTPSpeculatorConfig(transformer_layer_config=config, speculators_config=proposal))
     source = torch.Generator().manual_seed(seed)
@@ -91,6 +93,8 @@ def make(name: str, seed: int, out: Path) -> None:
             weight.copy_(torch.randn(weight.shape, generator=source) * size)
         states = torch.randn(1, len(IDS), SHAPE["hidden_size"], generator=source)
         logits = model.eval()(input_ids=torch.tensor([IDS]), hidden_states=states)[0][0][0]
+        proposal.proposal_methods[0].speculative_tokens = STEPS
+        steps = torch.stack([each[0] for each in model(input_ids=torch.tensor([IDS]), hidden_states=states)[0]])
     tensors = {
         "states": states[0],
         "logits": logits,
@@ -103,6 +107,9 @@ def make(name: str, seed: int, out: Path) -> None:
     (out / name).mkdir(parents=True, exist_ok=True)
     kept = {key: value.detach().contiguous() for key, value in tensors.items()}
     save_file(kept, out / name / "reference.safetensors")
+    model.config.save_pretrained(out / name / "head")
+    (out / name / "head" / "config.py").unlink()  # the package's code, which nobody needs here
+    save_file({"logits": steps.contiguous()}, out / name / "head" / "steps.safetensors")
     (out / name / "config.json").write_text(json.dumps({"model_type": name, **SHAPE, **MODELS[name]}, indent=2) + "\n")
 
 

@@ -425,7 +425,7 @@ def test_it_is_the_default_and_takes_what_is_at_hand():
     assert (fixed.drafter.name, fixed.drafter.stopper.name) == ("quantized:4", "fixed:3")
     constant = Engine.load("embedded:stories", verifier="greedy_block", check=False)
     assert constant.drafter.name == "none", "nothing at hand fits a rule of constant lengths"
-    with pytest.raises(UserError, match="takes no argument"):
+    with pytest.raises(UserError, match="drafter: expected one of"):
         make_drafter("auto:4", target=backend("target"), draft=None, stopper="auto")
     assert DRAFTERS["auto"].traits.accepts_draft_model
 

@@ -5,11 +5,21 @@ and every rule is exact for drafts that end anywhere (test_rules_exact.py). The 
 `draftproof audit compositions --full`.
 """
 
+import re
 from pathlib import Path
 
 import pytest
 
-from draftproof.audit.compositions import DRAFTERS, PROMPT, STOPPERS, VOCAB, compositions, markdown, toy_engine
+from draftproof.audit.compositions import (
+    DRAFTERS,
+    ELSEWHERE,
+    PROMPT,
+    STOPPERS,
+    VOCAB,
+    compositions,
+    markdown,
+    toy_engine,
+)
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine import registry as parts
 from draftproof.engine.published_parts import PUBLISHED
@@ -64,6 +74,15 @@ def test_every_part_has_a_toy():
     assert set(DRAFTERS) - more == {spec.partition(":")[0] for spec in parts.DRAFTERS} - whole
     assert set(STOPPERS) == set(parts.STOPPERS)
     assert {made.rule for made in ALL} == set(VERIFIERS)
+
+
+def test_every_published_head_is_said_to_be_enumerated_in_a_file_that_does_so():
+    named = " ".join(row[0] for row in ELSEWHERE)
+    assert {f"`{part.name}`" in named for part in PUBLISHED} == {True}
+    for _, rules, file in ELSEWHERE:
+        text = (Path(__file__).parents[1] / file.strip("`")).read_text(encoding="utf-8")
+        for rule in re.findall(r"\w+", rules):
+            assert f'"{rule}"' in text, f"{file}: {rule}"
 
 
 def test_the_engine_accepts_exactly_what_theory_allows():

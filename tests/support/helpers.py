@@ -107,20 +107,21 @@ def tiny_llama():
     return HFBackend(random_model(config, dtype=torch.float64), name="tiny")
 
 
-def assert_output_distribution(target, make_drafter, rule, *, length, tolerance=1e-7):
+def assert_output_distribution(target, make_drafter, rule, *, length, tolerance=1e-7, prompt=(0, 2)):
     """Assert, by enumeration, that outputs of `length` tokens have the distribution of the model's plain forward pass.
 
     `make_drafter` makes a new drafter for every engine.
     """
-    params, prompt = SamplingParams(max_tokens=length), [0, 2]
+    params, start = SamplingParams(max_tokens=length), len(prompt) - 1
 
     def make(round_rng):
         return Engine(target, make_drafter(), make_verifier(rule), round_rng=round_rng)
 
     with checks_off():
-        found = engine_distribution(make, prompt, params)
+        found = engine_distribution(make, list(prompt), params)
     expected = {}
     for tokens in itertools.product(range(target.vocab_size), repeat=length):
         rows = target.model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0].softmax(-1)
-        expected[tokens] = float(torch.stack([rows[1 + i, token] for i, token in enumerate(tokens)]).prod().detach())
+        each = [rows[start + place, token] for place, token in enumerate(tokens)]
+        expected[tokens] = float(torch.stack(each).prod().detach())
     assert total_variation(found, expected) < tolerance, "the rules work on float32 rows"

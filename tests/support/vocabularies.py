@@ -73,14 +73,21 @@ def unigram(size=300, texts=TEXTS):
     )
 
 
-def renumbered(source, folder, *, missing=0.0, seed=1):
-    """A copy of a model whose tokens have other ids, and a share of the ordinary ones other texts that no token has."""
+def renumbered(source, folder, *, missing=0.0, seed=1, exchanged=()):
+    """A copy of a model whose tokens have other ids, and a share of the ordinary ones other texts that no token has.
+
+    With two ids in `exchanged` these are exchanged, and all others stay.
+    """
     shutil.copytree(source, folder)
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     vocab = content["model"]["vocab"]
     draw = random.Random(seed)
     order = list(range(len(vocab)))
-    draw.shuffle(order)  # the token with the old id i has the new one order[i]
+    if exchanged:
+        first, second = exchanged
+        order[first], order[second] = second, first
+    else:
+        draw.shuffle(order)  # the token with the old id i has the new one order[i]
     plain = sorted(piece for piece in vocab if not piece.startswith("<"))
     gone = set(draw.sample(plain, round(missing * len(plain))))
     name = {piece: f"\u2603{number}" if piece in gone else piece for number, piece in enumerate(vocab)}
@@ -105,4 +112,29 @@ def renumbered(source, folder, *, missing=0.0, seed=1):
             moved_ids = [order[number] for number in ids]
             found[key] = moved_ids if isinstance(found[key], list) else moved_ids[0]
         (folder / file).write_text(json.dumps(found), encoding="utf-8")
+    return folder
+
+
+def renamed(source, folder, token):
+    """A copy of a model in whose tokenizer a token has another text, with the same id."""
+    shutil.copytree(source, folder)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    vocab = content["model"]["vocab"]
+    vocab["\u2603"] = vocab.pop(token)
+    content["model"]["merges"] = [pair for pair in content["model"]["merges"] if token not in {*pair, "".join(pair)}]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def padded(source, folder, more=64):
+    """A copy of a model with rows for tokens that its tokenizer does not have."""
+    shutil.copytree(source, folder)
+    weights = load_file(folder / "model.safetensors")
+    for tensor in {"model.embed_tokens.weight", "lm_head.weight"} & weights.keys():
+        weights[tensor] = torch.cat([weights[tensor], weights[tensor].new_zeros(more, weights[tensor].shape[1])])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + more}), encoding="utf-8")
     return folder

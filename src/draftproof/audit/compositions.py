@@ -96,6 +96,38 @@ STOPPERS: dict[str, Toy] = {
     "ratio": Toy(lambda: Ratio(_head("log_ratio"), 0.6, 3), tokens=4, slow=True),
     "approximate": Toy(lambda: Approximate(_head("verifier"), 0.6, 3), tokens=4, slow=True),
 }
+# Drafters that read what tables do not have: with which rules, and where they are enumerated.
+ELSEWHERE = (
+    ("`feature_head`", "block, token, trie_block", "`backends/heads/test_feature_head.py`"),
+    (
+        "`eagle3`, `peagle`, `dflash`, `dspark`, `dflash2`, `eagle`, `medusa`",
+        "block, token, trie_block",
+        "`backends/heads/test_published_heads.py`",
+    ),
+    (
+        "`dspark` with the stopper `predicted`; second tokens of `dspark` and `dflash2`",
+        "block, token, trie_block",
+        "`backends/heads/test_kindred_of_dflash.py`",
+    ),
+    ("heads on models with recurrent layers", "block, token", "`backends/heads/test_recurrent_targets.py`"),
+    ("`mtp`, one layer and two", "block, token", "`backends/heads/test_prediction_layers.py`"),
+    ("`mtp` of Qwen3.5", "block", "`backends/heads/test_qwen_prediction_layer.py`"),
+    (
+        "`assistant`, from its own q and greedily",
+        "block, token, trie_block",
+        "`backends/heads/test_gemma_assistants.py`",
+    ),
+    (
+        "a draft model with another vocabulary (TLI), one chain and trees",
+        "token, block, gumbel, match; trie_block, traversal, multi_round",
+        "`backends/translation/test_translated_draft.py`",
+    ),
+    (
+        "`auto` with `eagle3`, `dspark`, `medusa`, `dflash2` or `mtp`, lookups, and chains that they extend",
+        "block, token, gumbel",
+        "`drafters/test_auto_heads.py`",
+    ),
+)
 UNSTOPPED = tuple(name for name in DRAFTERS if name in PARTS and not PARTS[name].stops)  # drafters without a stopper
 
 
@@ -196,6 +228,14 @@ def markdown(made: Sequence[Composition]) -> str:
         "like `chains`. So do `quantized:B` and `quantized:BxK`, but not with `greedy_block`.",
         "With a budget over the batch (`--draft-budget`) drafters of one chain compose with the same rules, but for",
         "`greedy_block`; `chains`, `tree` and `wide` are refused.",
+        "",
+        "Heads, prediction layers and draft models with another vocabulary compose like `model`, and `HEADxK` like",
+        "`chains`, but not with `greedy_block`. They read a model's states or tokens, which tables do not have.",
+        "So they are enumerated on models of three tokens in files of their own:",
+        "",
+        "| drafter | rules | enumerated in `tests/` |",
+        "|---|---|---|",
+        *(f"| {' | '.join(row)} |" for row in ELSEWHERE),
         "",
         f"| rule | {' | '.join(DRAFTERS)} |",
         "|---" * (len(DRAFTERS) + 1) + "|",

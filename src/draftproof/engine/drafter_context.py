@@ -52,8 +52,10 @@ class DrafterContext:
 
     def following(self, head: TargetHead, name: str, chains: int) -> Drafter:
         """The drafter from a head that follows the target."""
-        model = FollowingModel(head, self.target_backend(name), **self.changes)
-        return following_drafter(model, self.make_stopper(), name, chains=chains)
+        model, stopper = FollowingModel(head, self.target_backend(name), **self.changes), self.make_stopper()
+        if head.deepest is not None and isinstance(stopper, Auto):
+            stopper.limit = min(stopper.limit, head.deepest)  # more tokens would promise what is never drafted
+        return following_drafter(model, stopper, name, chains=chains)
 
     def target_backend(self, name: str) -> SlotBackend:
         """The target, for drafters that work inside it; a UserError where it has no slot cache."""

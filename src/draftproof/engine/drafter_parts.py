@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from draftproof.backends.base import info
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.feature_head import FeatureBackend
 from draftproof.backends.heads.feature_net import load_net
+from draftproof.backends.heads.published.mtp import has_prediction_layers
 from draftproof.backends.heads.self_draft import EarlyExitBackend, QuantizedBackend, SelfDraftBackend
 from draftproof.drafters.auto import AutoDrafter, CandidateDrafter
 from draftproof.drafters.base import Drafter
@@ -33,6 +35,7 @@ from draftproof.stoppers.auto import Auto
 from draftproof.stoppers.base import AcceptanceRates
 from draftproof.stoppers.costs import UNKNOWN, DraftCosts
 
+_log = logging.getLogger(__name__)
 DEFAULT_DRAFTER = "auto"
 QUANTIZED_RATES = AcceptanceRates(0.85, 0.85)  # of the target with weights of 4 bits, before anything is counted
 QUANTIZED_SHARE, MARGIN = 0.4, 1.5  # memory of such weights beside the model's, and how much more must be free
@@ -104,46 +107,77 @@ def _lookup(make: Callable[..., Drafter], example: str) -> Callable[[DrafterCont
     return build
 
 
-def _auto_drafter(parts: DrafterContext, argument: str) -> Drafter:  # noqa: ARG001
+def _auto_drafter(parts: DrafterContext, argument: str) -> Drafter:
     """What is at hand for a target, to choose from in every round; with a stopper other than auto the first of it."""
     if why := no_rollback_reason(parts.target):
+        if argument:
+            raise UserError(f"{why}: leave out the head {argument!r}")
         if parts.draft is not None:
             raise UserError(f"{why}: leave out the draft model {parts.draft.name!r}")
         return NoDrafter()
-    names = list(_at_hand(parts))
+    _one_chain_of_head(argument)
+    names = list(_at_hand(parts, argument))
     if parts.stopper != DEFAULT_STOPPER:
-        return _first_that_fits(parts, names)
+        return _first_that_fits(parts, names, argument)
     common = DraftCosts()
     sources = []
     for name in names:
+        part = find_drafter(name)[0]
         stopper = assuming(_named(parts, name), common)
         shown = f"model {parts.draft.name}" if name == "model" and parts.draft is not None else name
-        sources.append(CandidateDrafter(shown, stopper, _steps(parts, name, stopper)))
+        steps = _steps(parts, name, stopper)
+        made = CandidateDrafter(shown, stopper, iter([next(steps)]) if name == argument else steps)
+        if part.traits.reads_states:
+            made.build(0.0)  # the target keeps states for it from now on, and the first prompt may be read any time
+        sources.append(made)
     masses = parts.rule is None or parts.rule.point_masses
     return AutoDrafter(sources, SuffixDrafter(shared=False), common, masses=masses)
 
 
-def _at_hand(parts: DrafterContext) -> Iterator[str]:
-    """Names of the drafters from models that a target has without any preparation; the most often right first."""
+def _one_chain_of_head(argument: str) -> None:
+    """Refuse an argument of auto that is not the drafter of a head with one chain."""
+    if not argument:
+        return
+    part, own = find_drafter(argument)
+    if part.name == "auto" or not part.traits.reads_states or part.branches(own):
+        raise UserError(
+            f"drafter auto: expected the drafter of a head after auto:, with one chain, as auto:eagle3:heads/mine has "
+            f"it, got {argument!r}; draft models are named with draft (--draft), and auto looks up by itself"
+        )
+    part.check(own)
+
+
+def _at_hand(parts: DrafterContext, argument: str) -> Iterator[str]:
+    """Names of the drafters from models that a target has; the first are a user's, then the cheapest."""
+    if argument:
+        yield argument
     if parts.draft is not None:
         yield "model"
     if not isinstance(parts.target, SlotBackend):
         return
+    if has_prediction_layers(parts.target) and argument.partition(":")[0] != "mtp":
+        yield "mtp"
     try:
         next(parts.target.quantizing(BITS[0]))
         yield f"quantized:{BITS[0]}"
     except UserError:
         pass
-    if parts.target.name in SHIPPED_FEATURE_HEADS:
+    if parts.target.name in SHIPPED_FEATURE_HEADS and argument.partition(":")[0] != "feature_head":
         yield "feature_head"
 
 
-def _first_that_fits(parts: DrafterContext, names: Sequence[str]) -> Drafter:
-    """The first drafter that the rule takes; plain decoding where there is none."""
+def _first_that_fits(parts: DrafterContext, names: Sequence[str], argument: str) -> Drafter:
+    """The first drafter that the rule takes, or the one that `argument` names; plain decoding where there is none."""
     for name in names:
-        if parts.rule is None or why_not(name, parts.stopper, parts.rule.name) is None:
-            found = _named(parts, name)
+        if name != argument and parts.rule and why_not(name, parts.stopper, parts.rule.name):
+            continue
+        found = _named(parts, name)
+        try:
             return found.part.make(found, found.argument)
+        except UserError as error:
+            if name in (argument, "model"):  # a user's own
+                raise
+            _log.warning("drafter %s cannot be made (%s): decoding goes on without it", name, error)
     return NoDrafter()
 
 
@@ -199,10 +233,14 @@ DRAFTERS: dict[str, DrafterPart] = {
     for part in (
         DrafterPart(
             name="auto",
-            about="in every round what pays most: the draft model, a head that ships for the target, the target with "
-            "weights of 4 bits, repeated passages, or nothing (default)",
+            argument="HEAD",
+            example="auto:eagle3:heads/mine",
+            about="in every round what pays most: the draft model, the target's own prediction layers, a head that "
+            "ships for it or whose drafter is named (auto:eagle3:HEAD), the target with weights of 4 bits, repeated "
+            "passages, or nothing (default)",
             make=_auto_drafter,
             traits=replace(HEAD, accepts_draft_model=True),
+            check=_one_chain_of_head,
         ),
         DrafterPart(
             name="none",

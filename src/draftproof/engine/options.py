@@ -12,7 +12,7 @@ from draftproof.backends.heads.published.files import head_algorithm
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.options import draft_dtype as read_draft_dtype
 from draftproof.engine.memory import read_bytes
-from draftproof.engine.registry import make_stopper, make_verifier
+from draftproof.engine.registry import DEFAULT_DRAFTER, make_stopper, make_verifier
 from draftproof.errors import UserError
 from draftproof.stoppers.budget import DraftBudget
 from draftproof.verifiers.base import Verifier
@@ -29,12 +29,13 @@ class EngineOptions:
 
     Attributes:
         draft: the draft model: registered name, hub id, directory or .gguf file; with another tokenizer it
-            drafts the tokens that both have. Or a published draft head: hub id or directory.
+            drafts the tokens that both have. Or a published draft head, hub id or directory, among which "auto"
+            then chooses, too.
         find_draft: without a draft model, take the one on this disk that gains most by the bytes that it reads and has
             the target's vocabulary (`draftproof models match`).
         drafter: where drafts come from, a name of DRAFTERS with its argument. Default "auto": in every round what pays
-            most of the draft model, what ships for the target, the target with weights of 4 bits, and repeated
-            passages.
+            most of the draft model or head, the target's own prediction layers, what ships for it, the target with
+            weights of 4 bits, and repeated passages.
         stopper: when a draft ends; "fixed:4" is four tokens. Default "auto": as many as pay, by the time of the rounds
             so far; "fixed:4" for rules that need constant lengths.
         verifier: the verification rule. Default "block", and "trie_block" for drafters of several drafts. Without a
@@ -114,7 +115,7 @@ class EngineOptions:
         if self.verifier is not None:
             make_verifier(self.verifier)
         if self.stopper is not None:
-            make_stopper(self.stopper, self.draft or self.drafter)
+            make_stopper(self.stopper, self.draft or (self.drafter or "").removeprefix(f"{DEFAULT_DRAFTER}:"))
         read_draft_dtype(self.draft_dtype, self.dtype)
 
     def changed(self, **changes: Any) -> EngineOptions:
@@ -139,15 +140,16 @@ class EngineOptions:
         return read_draft_dtype(self.draft_dtype, self.dtype)[1]
 
     def of_head(self) -> EngineOptions:
-        """The same, with the drafter that reads it where `draft` names a published head."""
+        """The same, with the head as a source of `auto` where `draft` names a published one."""
         algorithm = None if self.draft is None else head_algorithm(self.draft)
         if algorithm is None:
             return self
-        if self.drafter is not None:
+        if self.drafter not in (None, DEFAULT_DRAFTER):
             raise UserError(
-                f"draft names a head of algorithm {algorithm}, and drafter is {self.drafter!r}: leave one of them out"
+                f"draft names a head of algorithm {algorithm}, and drafter is {self.drafter!r}: leave one of them out, "
+                f"or take drafter {algorithm}:{self.draft}"
             )
-        return replace(self, draft=None, drafter=f"{algorithm}:{self.draft}")
+        return replace(self, draft=None, drafter=f"{DEFAULT_DRAFTER}:{algorithm}:{self.draft}")
 
     def refuse_draft_dtype_alone(self) -> None:
         """Refuse a number format for a draft model that is not there."""

@@ -95,7 +95,9 @@ def make_drafter(
         )
     if part.name not in ("none", "auto") and (why := no_rollback_reason(target)):
         raise UserError(f"drafter {spec} drafts, and {why}: use drafter none")
-    heads = part.name == "feature_head" or (traits.accepts_draft_model and target.name in SHIPPED_FEATURE_HEADS)
+    heads = spec.removeprefix("auto:").startswith("feature_head") or (
+        traits.accepts_draft_model and target.name in SHIPPED_FEATURE_HEADS
+    )
     if bits is not None and draft is None and not heads:
         raise UserError(
             f"draft_dtype int{bits} is for a draft model or a feature head, and drafter {spec} has none: leave it out, "

@@ -50,7 +50,8 @@ class EngineConfig:
                 f"draft is a {type(draft).__name__}: expected a model's name, directory or hub id, or a transformers "
                 "model"
             )
-        made = EngineOptions(generation_config="none").changed(**({"draft": draft} if named else {}), **options)
+        changes = {**({"draft": draft} if named else {}), **options}
+        made = EngineOptions(generation_config="none").changed(**changes).of_head()
         if named:
             made.refuse_draft_dtype_alone()
         elif made.draft_dtype in ("float32", "bfloat16", "float16"):

@@ -198,6 +198,28 @@ def test_exact_output_distribution(tmp_path, chains, rule, length):
     )
 
 
+def test_greedy_drafts_are_point_masses_and_exact(tmp_path):
+    """By enumeration, with the draft's own temperature 0: the likeliest tokens, and q of 1 for each of them."""
+    target = tiny_gemma()
+    spec, rows = f"assistant:{assistant_for(tmp_path / 'assistant', target)}", []
+
+    def make():
+        drafter = make_drafter(spec, target=target, draft=None, stopper="fixed:2", temperature=0.0)
+        propose = drafter.propose
+
+        def watched(requests, rng):
+            drafts = propose(requests, rng)
+            rows.extend(draft.probs[range(len(draft)), draft.tree.tokens] for draft in drafts if len(draft))
+            return drafts
+
+        drafter.propose = watched
+        return drafter
+
+    assert_output_distribution(target, make, "block", length=3)
+    assert_output_distribution(target, make, "token", length=3)
+    assert set(torch.cat(rows).tolist()) == {1.0}
+
+
 @pytest.mark.slow
 def test_a_published_generator_that_names_another_q_is_detected(tmp_path):
     """Negative control: transformers drafts the likeliest token and hands on the softmax as its q."""
@@ -253,7 +275,7 @@ def test_output_is_the_same_alone_and_in_a_batch():
 def test_an_assistant_is_known_by_its_config():
     folder = str(DATA / "shared" / "assistant")
     made = EngineOptions(draft=folder).of_head()
-    assert (made.draft, made.drafter) == (None, f"assistant:{folder}")
+    assert (made.draft, made.drafter) == (None, f"auto:assistant:{folder}")
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

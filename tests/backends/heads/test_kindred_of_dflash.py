@@ -5,11 +5,12 @@ import math
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
-from draftproof.backends.heads.published.dflash import DFlashBackend
+from draftproof.backends.heads.published.dflash import DFlashBackend, DFlashNet
 from draftproof.backends.heads.published.dflash2 import DFlash2Net
 from draftproof.backends.heads.published.dspark import DSparkNet
 from draftproof.backends.hf.backend import HFBackend
@@ -19,7 +20,7 @@ from draftproof.engine.registry import make_drafter
 from draftproof.models import REGISTRY
 from draftproof.tree import TokenTree
 from support import published
-from support.helpers import assert_output_distribution, embedded_model, tiny_llama
+from support.helpers import assert_output_distribution, embedded_model, random_model, tiny_llama
 from support.published import DATA, IDS, STEPS, WRITERS, changed, reference, tiny_target
 
 NETS = {"dspark": DSparkNet, "dflash2": DFlash2Net}
@@ -266,18 +267,99 @@ def test_heads_that_predict_nothing_are_refused_with_that_stopper(tmp_path):
         make_drafter(f"dspark:{tmp_path / 'dspark'}", target=target, draft=None, stopper="predicted:2")
 
 
+# --- factors that a config may name ----------------------------------------------------------------------------------
+
+
+def original(folder, name, target, *, scaled=1.0, **fields):
+    """A head in its authors' layout with fields in its config, and its own embedding multiplied."""
+    WRITERS[name](folder, target, original=True)
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    table = torch.randn(target.vocab_size, target.capabilities.hidden, generator=generator)
+    save_file({**tensors, "embed_tokens.weight": scaled * table}, folder / "model.safetensors")
+    nested = {} if name == "dspark" else {"dflash_config": {**config.get("dflash_config", {}), **fields}}
+    (folder / "config.json").write_text(json.dumps({**config, **(nested or fields)}))
+    return DFlashBackend(str(folder), target, {**NETS, "dflash": DFlashNet}[name])
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash2"])
+def test_rows_are_multiplied_and_capped_as_the_authors_do(tmp_path, name):
+    """The embedding before the first layer; logits before the choice of the best tokens, whose scores are not."""
+    target = tiny_target()
+    plain, other = (
+        torch.cat(
+            [output.logits for output in drafted_outputs(target, original(tmp_path / str(n), name, target, **more), 4)]
+        )
+        for n, more in enumerate(
+            ({"scaled": 1.5}, {"input_embedding_scale": 1.5, "output_multiplier": 3.0, "final_logit_softcapping": 4.0})
+        )
+    )
+    kept = plain.isfinite()
+    assert torch.equal(kept, other.isfinite())
+    follows = 0.0
+    if name == "dflash2":  # what the selector adds is neither multiplied nor capped
+        head = original(tmp_path / "alone", name, target, scaled=1.5)
+        head._net.conditional = False
+        unary = torch.cat([output.logits for output in drafted_outputs(target, head, 4)])
+        follows, plain = (plain - unary)[kept], unary
+    expected = (plain * 3.0 / 4.0).tanh() * 4.0
+    assert (other[kept] - expected[kept] - follows).abs().max() < 1e-4
+    assert (other[kept] - plain[kept] - follows).abs().max() > 0.1, "negative control"
+
+
+def test_a_scale_of_dspark_is_that_of_rows_and_corrections(tmp_path):
+    target = tiny_target()
+    plain, scaled = (
+        drafted_outputs(target, original(tmp_path / str(n), "dspark", target, **more), 4)
+        for n, more in enumerate(({}, {"logit_scale": 0.25}))
+    )
+    for one, other in zip(plain, scaled, strict=True):
+        assert torch.allclose(other.logits, 0.25 * one.logits, atol=1e-5)
+        assert torch.equal(one.accepted, other.accepted)
+
+
+def test_the_anchor_of_dspark_drafts_unless_its_config_says_otherwise(tmp_path):
+    target = tiny_target()
+    for n, (more, places) in enumerate(
+        [
+            ({}, 4),
+            ({"dspark_bonus_anchor": False}, 4),
+            ({"dspark_bonus_anchor": True}, 3),
+            ({"sample_from_anchor": False}, 3),
+        ]
+    ):
+        assert original(tmp_path / str(n), "dspark", target, **more).deepest == places
+
+
+def test_a_block_reads_the_rows_of_the_table_without_the_factor_of_the_target(tmp_path):
+    """Gemma multiplies its embedding in the module; block heads name a factor of their own."""
+    config = transformers.Gemma3TextConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, layer_types=["full_attention"] * 3,
+    )  # fmt: skip
+    model, ids = random_model(config), torch.tensor([3, 1, 7])
+    table = model.get_input_embeddings().weight
+    for make in (HFBackend, LeanBackend):
+        target = make(model, name="gemma")
+        folder = published.dflash(tmp_path / make.__name__, target)
+        raw = DFlashBackend(str(folder), target)._net.embedded(ids)
+        assert torch.allclose(raw, table[ids], atol=1e-6)
+        assert (target.embed(ids) - table[ids]).abs().max() > 0.1, "negative control"
+
+
 # --- heads in place of a draft model ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*WRITERS])
 def test_a_head_is_known_by_its_config(tmp_path, name):
-    """Named as the draft model, it is read by its drafter; the first EAGLE heads alone look like models."""
+    """Named as the draft model, `auto` chooses it, too; the first EAGLE heads alone look like models."""
     folder = WRITERS[name](tmp_path / "head", tiny_target())
     made = EngineOptions(draft=str(folder)).of_head()
     if name == "eagle":
         assert made.draft == str(folder)
     else:
-        assert (made.draft, made.drafter) == (None, f"{name}:{folder}")
+        assert (made.draft, made.drafter) == (None, f"auto:{name}:{folder}")
+        assert EngineOptions(draft=str(folder), drafter="auto").of_head() == made
     assert EngineOptions(draft=str(DATA / "target")).of_head().draft == str(DATA / "target")
     for other in ("owner/none", "owner/none:Q4_K_M", "embedded:draft", *REGISTRY):  # nothing is fetched or refused here
         assert EngineOptions(draft=other).of_head().draft == other
@@ -294,7 +376,9 @@ def test_an_engine_drafts_with_a_head_that_is_named_as_the_draft_model(tmp_path)
 
 def test_two_ways_to_name_a_drafter_and_unknown_heads_are_refused(tmp_path):
     folder = DATA / "dspark_vanilla"
-    with pytest.raises(UserError, match="draft names a head of algorithm dspark, and drafter is 'ngram:4': leave one"):
+    with pytest.raises(
+        UserError, match=r"draft names a head of algorithm dspark, and drafter is 'ngram:4': leave one .* dspark:/"
+    ):
         EngineOptions(draft=str(folder), drafter="ngram:4").of_head()
     other = changed(tmp_path / "head", "dspark_vanilla", speculators_model_type="xpress")
     with pytest.raises(UserError, match="'xpress', which is not read here: expected eagle3, peagle, dflash, dspark"):
@@ -329,7 +413,10 @@ def test_fields_of_the_authors_that_change_rows_are_refused(tmp_path):
     folder = published.dspark(tmp_path / "head", target, original=True)
     config = json.loads((folder / "config.json").read_text())
     for more, words in (
-        ({"logit_scale": 2.0}, "has logit_scale 2.0, which is not read here"),
+        ({"output_multiplier": 2.0}, "has output_multiplier 2.0, which is not read here"),
+        ({"dspark_draft_topk": 8}, "has dspark_draft_topk 8, which is not read here"),
+        ({"logit_scale": -1.0}, "has logit_scale -1.0: expected a number above 0"),
+        ({"sample_from_anchor": True, "dspark_bonus_anchor": True}, "expected one of them true, not both"),
         ({"dflash_config": {**config["dflash_config"], "shift_label": True}}, "has dflash_config.shift_label True"),
     ):
         (folder / "config.json").write_text(json.dumps(config | more))

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed, Session, unread
 from draftproof.backends.heads.published.mtp import mtp_backend
+from draftproof.backends.heads.published.mtp_head import mtp_head_backend
 from draftproof.backends.hf.generate import PlainBackend
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.loading.by_name import load_backend
@@ -167,6 +168,102 @@ def test_exact_output_distribution(tmp_path):
 
     # The delta rule works in float32 in every dtype: 1.3e-7 apart, and 1e-16 if it is made to work in float64.
     assert_output_distribution(target, drafter, "block", length=3, tolerance=3e-7)
+
+
+# --- heads in the layout of speculators ------------------------------------------------------------------------------
+
+
+NAMES = {
+    "mtp.fc": "input_proj",
+    "mtp.norm": "final_layernorm",
+    "mtp.pre_fc_norm_hidden": "hidden_layernorm",
+    "mtp.pre_fc_norm_embedding": "token_layernorm",
+}
+
+
+def as_head(own):
+    """The tensors `mtp.*` of a checkpoint under the names of the package, which has the experts in one tensor."""
+    made, experts = {}, {}
+    for key, value in own.items():
+        name, _, kind = key.rpartition(".")
+        if ".experts." in key:
+            at, _, rest = name.partition(".experts.")
+            number, _, part = rest.partition(".")
+            experts.setdefault(at, {}).setdefault(part, {})[int(number)] = value
+        else:
+            made[f"mtp_layers.0.{NAMES.get(name, name.removeprefix('mtp.layers.0.'))}.{kind}"] = value
+    for at, parts in experts.items():
+        gate, up, down = (
+            torch.stack([each[n] for n in sorted(each)])
+            for each in map(parts.get, ("gate_proj", "up_proj", "down_proj"))
+        )
+        there = f"mtp_layers.0.{at.removeprefix('mtp.layers.0.')}.experts"
+        made |= {f"{there}.gate_up_proj": torch.cat([gate, up], 1), f"{there}.down_proj": down}
+    return made
+
+
+def head_of(folder, name, own, **fields):
+    """A head with the package's config for a family, and its folder."""
+    folder.mkdir()
+    config = json.loads((DATA / name / "head" / "config.json").read_text())
+    config["transformer_layer_config"] |= fields
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({key: value.contiguous() for key, value in as_head(own).items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_head_has_the_logits_of_speculators_at_every_step(name, tmp_path):
+    kept, expected = (load_file(DATA / name / each) for each in ("reference.safetensors", "head/steps.safetensors"))
+    expected = expected["logits"]
+    model = random_model(AutoConfig.for_model(**json.loads((DATA / name / "config.json").read_text())))
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(kept["embed"])
+        model.lm_head.weight.copy_(kept["lm_head"])
+    own = {key: value for key, value in kept.items() if key.startswith("mtp.")}
+    target = target_of(written_with(tmp_path / "target", model, {}))
+    head = mtp_head_backend(str(head_of(tmp_path / "head", name, own)), target)
+    assert head.deepest == len(expected)
+    for place in range(expected.shape[1]):
+        owner = Session()
+        owner.remember(kept["states"][: place + 1])
+        owner.read(IDS[: place + 1])
+        session, fed = head.follow(owner), IDS[1 : place + 2]
+        for step in range(len(expected)):
+            row = head.forward([Feed(session, fed)])[0].logits[-1]
+            assert (row - expected[step, place]).abs().max() < 1e-5 * expected.abs().max()
+            fed = [IDS[place + 2 + step]]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_head_drafts_for_its_target(name, tmp_path):
+    folder = written(tmp_path / "target", name)
+    own, target = own_tensors(folder), target_of(folder)
+    config = target.model.config.get_text_config().to_dict()
+    head = head_of(tmp_path / "head", name, own, **config)
+    plain = Engine(target).generate(PROMPTS, GREEDY)
+    drafter = make_drafter(f"mtp:{head}", target=target, draft=None, stopper="fixed:3")
+    outs = Engine(target, drafter).generate(PROMPTS, GREEDY)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+    assert all(out.stats.num_draft_tokens > out.stats.num_drafts > 10 for out in outs)
+
+
+def test_heads_that_do_not_fit_are_refused(tmp_path):
+    folder = written(tmp_path / "target", "qwen3_5_text")
+    own, target = own_tensors(folder), target_of(folder)
+    config = target.model.config.get_text_config().to_dict()
+    made = lambda name, own=own, **fields: str(head_of(tmp_path / name, "qwen3_5_text", own, **{**config, **fields}))  # noqa: E731
+    other = target_of(written(tmp_path / "other", "qwen3_next"))
+    with pytest.raises(UserError, match=r"layer of type qwen3_5_text, and .* is qwen3_next"):
+        mtp_head_backend(made("head"), other)
+    with pytest.raises(UserError, match="reads hidden states of width 48"):
+        mtp_head_backend(made("wide", hidden_size=48), target)
+    with pytest.raises(UserError, match=r"no mtp_layers.0.self_attn.v_proj.weight"):
+        mtp_head_backend(made("less", _without(own)), target)
+    with pytest.raises(UserError, match=r"does not name here: mtp_layers.0.more.weight"):
+        mtp_head_backend(made("more", {**own, "mtp.layers.0.more.weight": own["mtp.norm.weight"].clone()}), target)
+    with pytest.raises(UserError, match="type 'llama': expected qwen3, qwen3_next"):
+        mtp_head_backend(made("llama", model_type="llama"), target)
 
 
 # --- what decides, and what is refused -------------------------------------------------------------------------------

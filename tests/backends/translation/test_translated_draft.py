@@ -28,7 +28,7 @@ from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import TableModel, assert_lossless
 from draftproof.tree import TokenTree
 from support.helpers import backend, tokenizer
-from support.vocabularies import renumbered
+from support.vocabularies import padded, renamed, renumbered
 
 TOKENS = TokenMap({4: 0, 1: 2}, {1: (0, 3)}.__getitem__, opening=(2,))  # the target's token 1 is written by two
 
@@ -276,6 +276,28 @@ def test_other_ids_change_nothing(copies, options):
     assert counts == [
         (each.stats.num_draft_tokens, each.stats.num_accepted_tokens, each.stats.num_drafts) for each in theirs
     ]
+
+
+ALIKE = {  # vocabularies that differ a little, and whether tokens are translated at all
+    "a token with another text": (lambda folder: renamed(draft_dir(), folder, "\u2581happ"), False),
+    "rows without tokens": (lambda folder: padded(draft_dir(), folder), False),
+    "two tokens in each other's place": (lambda folder: renumbered(draft_dir(), folder, exchanged=(300, 301)), True),
+}
+
+
+@pytest.mark.parametrize("what", ALIKE)
+def test_a_vocabulary_that_differs_a_little_costs_no_token(what, tmp_path):
+    """As many tokens are drafted and accepted in as many passes of the target."""
+    make, translates = ALIKE[what]
+    folder = make(tmp_path / "draft")
+    engine = Engine.load(str(target_dir()), str(folder), stopper="fixed:3", drafter="model")
+    (model,) = engine.drafter.backends
+    assert isinstance(model, TranslatedBackend) == translates
+    ours, theirs = outputs(draft_dir()), engine.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=40))
+    for one, other in zip(ours, theirs, strict=True):
+        assert other.token_ids == one.token_ids
+        assert other.stats.block_efficiency == one.stats.block_efficiency > 1.5
+        assert other.stats.num_draft_tokens == one.stats.num_draft_tokens
 
 
 def test_with_missing_tokens_less_is_accepted_and_the_text_is_the_same(copies, caplog):

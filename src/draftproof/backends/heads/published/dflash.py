@@ -31,7 +31,7 @@ from draftproof.backends.heads.published.files import (
     refuse_other_target,
 )
 from draftproof.backends.heads.published.layers import LayerShape, make_layers, make_norm, passes_of
-from draftproof.backends.heads.published.net import embedding_of, output_of, states_of, vocabulary_of
+from draftproof.backends.heads.published.net import embedding_of, factor_of, output_of, states_of, vocabulary_of
 from draftproof.backends.heads.published.parallel import FeedRows, ParallelHeadBackend, ParallelLogits, ParallelSession
 from draftproof.backends.lean.layers import Layer
 from draftproof.backends.products.packed_linear import PackedLinear
@@ -39,14 +39,10 @@ from draftproof.tree import TokenTree
 
 _LONGEST = 64  # places of a block
 _ORIGINAL = ("mask_token_id", "target_layer_ids", "block_size", "causal", "use_swa", "swa_window_size")
-_UNREAD = (  # fields of the authors' layouts, beside those that are nested, which change what is computed
-    "final_logit_softcapping",
-    "output_multiplier",
-    "input_embedding_scale",
-    "logit_scale",
-    "dspark_draft_topk",
-    "dspark_bonus_anchor",
-)
+_ENTERING, _MULTIPLIER, _CAP = _SCALES = "input_embedding_scale", "output_multiplier", "final_logit_softcapping"
+# Fields of the authors' layouts, beside those that are nested, which change what is computed; each net says which of
+# them it reads.
+_CHANGING = (*_SCALES, "logit_scale", "dspark_draft_topk", "dspark_bonus_anchor")
 
 
 class Sight(NamedTuple):
@@ -77,7 +73,7 @@ class _Block(NamedTuple):
             causal = [window is not None and apart for window in windows]
         else:
             _refuse_strange(files, net.fields)
-            layers, first = files.field("target_layer_ids"), 0 if net.from_anchor else 1
+            layers, first = files.field("target_layer_ids"), 0 if net.starts_at_anchor(files) else 1
             layers = [each + 1 for each in layers] if isinstance(layers, list) else layers  # it counts from 0 after one
             if files.field("use_swa") and not any(windows):
                 windows = (files.field("swa_window_size") or config.get("sliding_window"),) * len(windows)
@@ -92,7 +88,8 @@ def _refuse_strange(files: HeadFiles, more: Sequence[str]) -> None:
     """Refuse fields of the authors' layout that change what is computed."""
     legal = (*_ORIGINAL, *more)
     found = {f"{files.nest}.{key}": value for key, value in files.nested.items() if value and key not in legal}
-    found |= {key: files.config[key] for key in _UNREAD if files.config.get(key) not in (None, False, 0, 1)}
+    unread = [key for key in _CHANGING if key not in more]
+    found |= {key: files.config[key] for key in unread if files.config.get(key) not in (None, False, 0, 1)}
     if found:
         name, value = min(found.items())
         raise files.refused(f"has {name} {value!r}, which is not read here: expected {', '.join(legal)}")
@@ -118,7 +115,7 @@ class DFlashNet:
     from_anchor: ClassVar[bool] = False
     # whether places of layers with a window see later ones too, where the config does not say
     whole_windows: ClassVar[bool] = False
-    fields: ClassVar[tuple[str, ...]] = ()
+    fields: ClassVar[tuple[str, ...]] = _SCALES  # of the authors' layout, beside those of every block head
     conditional: ClassVar[bool] = False  # whether a row depends on the tokens that were drafted before it
     predicts = False  # see `Capabilities`
 
@@ -138,7 +135,16 @@ class DFlashNet:
         self._norm = make_norm(files, shape, "norm", target)
         self._passes = passes_of(shape, self._decoder, target)
         self.ids, self._order, self._head = output_of(files, shape, target)
+        entering, self._multiplier, self._cap = (
+            files.factor(name) if name in self.fields else None for name in (_ENTERING, _MULTIPLIER, _CAP)
+        )
+        self._entering = (entering or 1.0) / factor_of(self.embed)
         files.ignore("verifier_lm_head.weight", "verifier_norm.weight")
+
+    @classmethod
+    def starts_at_anchor(cls, files: HeadFiles) -> bool:  # noqa: ARG003
+        """Whether the place of the last committed token drafts, in the authors' layout."""
+        return cls.from_anchor
 
     def fuse(self, states: Float[Tensor, "tokens inner"]) -> Float[Tensor, "tokens dim"]:
         """The target's states of all layers, as the head's layers make keys and values of them."""
@@ -156,7 +162,7 @@ class DFlashNet:
         starts = [row * width + len(states) for row, states in enumerate(before)]
         inside = [start + place for start, feed in zip(starts, layout.feeds, strict=True) for place in _places(feed)]
         block = torch.tensor(inside, dtype=torch.long, device=given.device)
-        x = self.embed(layout.ids.flatten().index_select(0, block))
+        x = self.embedded(layout.ids.flatten().index_select(0, block))
         masks = {
             sight: self._decoder[0].attention.masked(layout, self._allowed(layout, sight), given.dtype)
             for sight in set(self.block.sights)
@@ -164,6 +170,11 @@ class DFlashNet:
         for layer, sight in zip(self._decoder, self.block.sights, strict=True):
             x = self._layer(layer, given, x, block, at, masks[sight])
         return self._norm(x)
+
+    def embedded(self, ids: Int[Tensor, " blocks"]) -> Float[Tensor, "blocks dim"]:
+        """Tokens as the first layer reads them: rows of the table without a factor of the target's own."""
+        rows = self.embed(ids)
+        return rows if self._entering == 1.0 else rows * self._entering
 
     def _layer(
         self, layer: Layer, given: Tensor, x: Tensor, block: Int[Tensor, " blocks"], at: Any, mask: Any
@@ -189,8 +200,11 @@ class DFlashNet:
         return allowed
 
     def logits(self, states: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens ids"]:
-        """Logits of `ids` after the tokens."""
-        return self._head(states)
+        """Logits of `ids` after the tokens: multiplied and then capped, as the authors' code does."""
+        made = self._head(states)
+        if self._multiplier is not None:
+            made = made * self._multiplier
+        return made if self._cap is None else (made / self._cap).tanh() * self._cap
 
     def conditioned(self, rows: FeedRows, before: Sequence[Before]) -> FeedRows:  # noqa: ARG002
         """Rows of all sessions, given what was drafted before each of them; here that changes nothing."""

@@ -30,7 +30,7 @@ class DFlash2Net(DFlashNet):
     algorithm = "dflash2"
     conditional = True
     whole_windows = True
-    fields = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    fields = (*DFlashNet.fields, "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
     def __init__(self, files: HeadFiles, target: SlotBackend) -> None:
         super().__init__(files, target)

@@ -37,10 +37,14 @@ class DSparkNet(DFlashNet):
         "enable_confidence_head",
         "confidence_head_with_markov",
         "projector_type",
+        "logit_scale",
+        "sample_from_anchor",
+        "dspark_bonus_anchor",
     )
 
     def __init__(self, files: HeadFiles, target: SlotBackend) -> None:
         super().__init__(files, target)
+        self._scale = files.factor("logit_scale") or 1.0
         drafted = target.vocab_size if self.ids is None else len(self.ids)
         self._markov = MarkovHead.of(files, target, self.width, drafted, self._order, whole=not self.block.first)
         self._confidence: tuple[Tensor, Tensor] | None = None
@@ -57,6 +61,17 @@ class DSparkNet(DFlashNet):
             self._confidence = (cast(weight, target).float(), cast(bias, target).float())
         self.predicts = self._confidence is not None
 
+    @classmethod
+    @override
+    def starts_at_anchor(cls, files: HeadFiles) -> bool:
+        """From both layouts' fields; vLLM's says that the anchor's place does not draft."""
+        said, apart = files.field("sample_from_anchor"), files.field("dspark_bonus_anchor")
+        if None not in (said, apart) and bool(said) == bool(apart):
+            raise files.refused(
+                f"has sample_from_anchor {said} and dspark_bonus_anchor {apart}: expected one of them true, not both"
+            )
+        return not apart if said is None else bool(said)
+
     @override
     def conditioned(self, rows: FeedRows, before: Sequence[Before]) -> FeedRows:
         logits, states, accepted = rows
@@ -65,6 +80,8 @@ class DSparkNet(DFlashNet):
             tokens = self._markov.embedded(last_tokens(before, states.device))
             logits = logits + self._markov(states, tokens, before)
             features = torch.cat([states, tokens], -1) if self._reads_token else states
+        if self._scale != 1.0:  # as vLLM reads it: of the block's rows and of their corrections
+            logits = logits * self._scale
         if self._confidence is not None:
             accepted = linear(features.float(), *self._confidence).sigmoid().squeeze(-1)
         return FeedRows(logits, states, accepted)

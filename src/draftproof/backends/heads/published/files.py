@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,15 @@ class HeadFiles:
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:
             raise UserError(f"the config of the head {self.source!r} has {name} {found!r}: expected 1 or more")
         return found
+
+    def factor(self, name: str) -> float | None:
+        """A factor that the config may name, above 0; None where it names none."""
+        found = self.field(name)
+        if found is None or found is False:
+            return None
+        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
+            raise UserError(f"the config of the head {self.source!r} has {name} {found!r}: expected a number above 0")
+        return float(found)
 
     def take(self, name: str, shape: Sequence[int | None] = ()) -> Tensor:
         """A tensor, which is then used."""

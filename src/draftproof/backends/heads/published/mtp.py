@@ -70,9 +70,20 @@ def mtp_backend(target: SlotBackend) -> HeadBackend | StepsBackend:
     Raises:
         UserError: the model has no such layers, they cannot be read here, or the logits are not transformers' own.
     """
-    mtp = _load(target)
-    count = len(mtp.layers)
     name = f"prediction layers of {target.name}"
+    layers = checked_layers(_load(target), target, name)
+    if len(layers) > 1:
+        return StepsBackend(target, layers, name)
+    layers[0].name = name
+    return layers[0]
+
+
+def checked_layers(mtp: Any, target: SlotBackend, name: str) -> list[HeadBackend]:
+    """The layers of a model of transformers as heads over a target, of which the first is compared with its own pass.
+
+    Raises:
+        UserError: layers of other kinds, or other logits.
+    """
     kinds = set(getattr(mtp.config, "layer_types", None) or [])
     if kinds - {"full_attention", "sliding_attention"}:
         raise UserError(
@@ -80,13 +91,21 @@ def mtp_backend(target: SlotBackend) -> HeadBackend | StepsBackend:
         )
     read = natively(mtp)
     layers = [
-        HeadBackend(target, MtpNet(read, number, target), f"{name}, number {number}", back=0) for number in range(count)
+        HeadBackend(target, MtpNet(read, number, target), f"{name}, number {number}", back=0)
+        for number in range(len(mtp.layers))
     ]
     _check(layers[0], mtp, target, name)
-    if count > 1:
-        return StepsBackend(target, layers, name)
-    layers[0].name = name
-    return layers[0]
+    return layers
+
+
+def has_prediction_layers(target: SlotBackend) -> bool:
+    """Whether the files of a target's checkpoint are here and have such layers, as far as can be told unread."""
+    if not isinstance(target, HFBackend) or not target.capabilities.hidden:
+        return False
+    if target.config.model_type in mtp_qwen.TYPES:
+        return mtp_qwen.has_layer(target.model)
+    count = getattr(target.model.config.get_text_config(), _LAYERS, None)
+    return bool(count) and mtp_qwen.is_here(target.model)
 
 
 def _load(target: SlotBackend) -> Any:

@@ -13,16 +13,42 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from draftproof.backends.heads.published.files import HeadFiles
 from draftproof.backends.hf.truncate import shallow
 from draftproof.backends.lean.checkpoint import weight_files
 from draftproof.errors import UserError, reason
 
 TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _FULL = "full_attention"
+_PARTS = {  # of transformers' class: their names in heads of speculators
+    "eh_proj": "input_proj",
+    "post_norm": "final_layernorm",
+    "hnorm": "hidden_layernorm",
+    "enorm": "token_layernorm",
+}
+_FIRST = "mtp.fc.weight"  # every such layer has it
 _SHARED = ("mtp.embed_tokens.", "mtp.lm_head.", "mtp.shared_head.")
+
+
+def is_here(model: Any) -> bool:
+    """Whether a model was loaded from files that are still here."""
+    try:
+        _folder(model.config.name_or_path)
+    except OSError:
+        return False
+    return True
+
+
+def has_layer(model: Any) -> bool:
+    """Whether the checkpoint of a model is here and has such a layer."""
+    try:
+        return _FIRST in _tensors(model, "")
+    except UserError:
+        return False
 
 
 def described(model: Any, name: str) -> Any:
@@ -38,6 +64,31 @@ def described(model: Any, name: str) -> Any:
             "which is not read here: use another drafter"
         )
     _checked(_tensors(model, name), name)
+    return _twin(model)
+
+
+def from_head(files: HeadFiles, model: Any) -> Any:
+    """transformers' class of such a layer over a model, with the weights of a head in the layout of speculators.
+
+    Raises:
+        UserError: weights that are missing, of another shape, or unknown.
+    """
+    from transformers.modeling_layers import MtpModel
+
+    with torch.device("meta"):  # its weights come from the files
+        made = MtpModel(_twin(model), 1)
+    own = {name: weight for name, weight in made.state_dict().items() if name.startswith("layers.")}
+    for name, weight in own.items():
+        part, _, rest = name.removeprefix("layers.0.").partition(".")
+        there = f"{_PARTS[part]}.{rest}" if part in _PARTS else rest
+        own[name] = files.take(f"mtp_layers.0.{there}", weight.shape).to(model.device, model.dtype)
+    made.load_state_dict(own, strict=False, assign=True)
+    return made.requires_grad_(requires_grad=False).train(mode=False)
+
+
+def _twin(model: Any) -> Any:
+    """The model with a config that says that it has one such layer, on the same weights."""
+    config = model.config.get_text_config()
     twin = shallow(model)
     twin.config = copy.deepcopy(model.config)
     text = twin.config.get_text_config()
@@ -90,9 +141,9 @@ def _folder(source: str) -> Path:
 
 
 def _checked(tensors: Mapping[str, Any], name: str) -> None:
-    if "mtp.fc.weight" not in tensors:
+    if _FIRST not in tensors:
         raise UserError(
-            f"drafter mtp: the checkpoint of {name} has no prediction layer (no tensor mtp.fc.weight), whatever its "
+            f"drafter mtp: the checkpoint of {name} has no prediction layer (no tensor {_FIRST}), whatever its "
             "config says, as many conversions are published: use another drafter"
         )
     if any(each.startswith("mtp.layers.1.") for each in tensors):

@@ -79,6 +79,11 @@ def embedding_of(files: HeadFiles, shape: LayerShape, target: SlotBackend) -> Ca
     return target.embed
 
 
+def factor_of(embed: Callable[[Tensor], Tensor]) -> float:
+    """By what an embedding multiplies its rows, as Gemma's does; 1 for most."""
+    return float(embed.factor if isinstance(embed, Embedding) else getattr(embed, "scalar_embed_scale", 1.0))
+
+
 class DraftVocabulary(NamedTuple):
     """Which tokens a head drafts, and with which output layer."""
 
