@@ -126,7 +126,7 @@ def run(arguments: list[str]) -> int:
 
     library.choose, library.load = choose, functools.cache(lambda _: loaded)
     files = [str(ROOT / "tests" / name) for name in FILES]
-    return int(pytest.main(["-q", "-W", "ignore", "-m", "not builds", *files, *arguments]))
+    return int(pytest.main(["-W", "ignore", "-m", "not builds", *files, *arguments]))
 
 
 def main() -> int:
