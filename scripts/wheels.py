@@ -5,10 +5,11 @@
 
 Zig's C compiler makes the libraries: the command of the variable ZIG, else the package `ziglang`, which is downloaded
 into a temporary folder where it is not installed. Each wheel is opened again: every level of the system must be there,
-for its kind of processor, in its system's format, and pip must install it for that system, with every module. A wheel
-for this system is also used: its library must compute in a process that finds no compiler. Where there is QEMU (qemu-user, and the C library of Debian's
-gcc-aarch64-linux-gnu) or Wine (the command of the variable WINE, else wine64), all libraries for it run functions on
-their own threads (scripts/emulate/wheel.c), with the same bits for each number of threads.
+for its kind of processor, in its system's format. Pip must install it for that system, with every module. A wheel for
+this system is also used: its library must compute in a process that finds no compiler. Where there is QEMU (qemu-user,
+and the C library of Debian's gcc-aarch64-linux-gnu) or Wine (the command of the variable WINE, else wine64), all
+libraries for it run functions on their own threads (scripts/emulate/wheel.c), with the same bits for each number of
+threads.
 """
 
 from __future__ import annotations
