@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from draftproof.native import build as library
+from draftproof.native.structures import AttentionArguments
 from support.native_levels import LEVELS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +51,14 @@ def test_the_levels_are_those_of_the_library():
     """By hand in the script; none is forgotten."""
     named = set().union(*wheels.LEVELS.values())
     assert named == {level.name for level in library.LEVELS}
+
+
+def test_the_program_that_runs_libraries_has_their_structure():
+    """Where fields are others, it crashes on the emulated processor."""
+    source = (ROOT / "scripts" / "emulate" / "wheel.c").read_text(encoding="utf-8")
+    written = source.partition("typedef struct {")[2].partition("} attention;")[0]
+    fields = [name.strip(" *\n") for part in written.split(";") for name in part.split(",") if name.strip()]
+    assert [field.split()[-1].strip("*") for field in fields] == [name for name, _ in AttentionArguments._fields_]
 
 
 WRONG = {
