@@ -19,7 +19,7 @@ LOWEST = (
 )
 PYTHONS = ("3.12", "3.13", "3.14")  # beside the oldest, which all other sessions run on
 SHORT = (
-    *("tests/test_sampling.py", "tests/test_finish.py", "tests/test_files.py", "tests/stoppers"),
+    *("tests/test_sampling.py", "tests/test_finish.py", "tests/test_files.py", "tests/stoppers/test_stoppers.py"),
     *("tests/engine/test_engine.py", "tests/cli/test_cli.py", "tests/server/test_server.py"),
     *("tests/native/test_rows.py", "tests/integrations/test_transformers.py"),
 )
