@@ -60,18 +60,29 @@ def in_four_bits(weight, group, *, symmetric):
     return numbers.flatten(1), zeros, scales, exact.flatten(1)
 
 
+def group_of_each(ins, group):
+    """The group of each input as GPTQ's act-order has it: the same for all matrices of so many inputs."""
+    places = torch.empty(ins, dtype=torch.int32)
+    places[torch.randperm(ins, generator=torch.Generator().manual_seed(ins))] = (torch.arange(ins) // group).int()
+    return places
+
+
 def stored(method, numbers, zeros, scales, group):
     """Tensors of a matrix by a method."""
     outs, ins = numbers.shape
-    if method in ("gptq", "gptq_v2"):
-        less = 1 if method == "gptq" else 0
-        places = (torch.arange(ins) // group).int()
+    if method.startswith("gptq"):
+        less = 0 if method == "gptq_v2" else 1
+        places = group_of_each(ins, group) if method == "gptq-act-order" else (torch.arange(ins) // group).int()
         made = {"qweight": words(numbers).t().contiguous(), "qzeros": words((zeros - less).t()), "g_idx": places}
         return {**made, "scales": scales.t().contiguous()}
     if method == "awq":
         made = {"qweight": words(mixed(numbers.t())), "qzeros": words(mixed(zeros.t()))}
         return {**made, "scales": scales.t().contiguous()}
-    return {"weight_packed": words(numbers), "weight_scale": scales, "weight_shape": torch.tensor([outs, ins])}
+    made = {"weight_packed": words(numbers), "weight_scale": scales, "weight_shape": torch.tensor([outs, ins])}
+    if method == "compressed-tensors":
+        return made
+    padded = torch.nn.functional.pad(zeros.t(), (0, -outs % 8))
+    return {**made, "weight_zero_point": words(padded).t().contiguous()}
 
 
 # --- bitsandbytes, and numbers of 8 bits -----------------------------------------------------------------------------
@@ -145,6 +156,11 @@ def tensors_of(method, weight, group):
         return in_levels(weight, method[:3], group, nested=method.endswith("nested"))
     if "8" in method:
         return in_eight_bits(weight, method)
+    if method == "gptq-act-order":
+        order = group_of_each(weight.shape[1], group).argsort(stable=True)
+        numbers, *parts, exact = in_four_bits(weight[:, order], group, symmetric=False)
+        back = order.argsort()
+        return stored(method, numbers[:, back], *parts, group), exact[:, back]
     *parts, exact = in_four_bits(weight, group, symmetric=method == "compressed-tensors")
     return stored(method, *parts, group), exact
 
@@ -152,18 +168,22 @@ def tensors_of(method, weight, group):
 def fields_of(method, group):
     if method in ("nf4", "fp4", "nf4-nested", "int8"):
         return {"quant_method": "bitsandbytes", "load_in_4bit": method != "int8", "load_in_8bit": method == "int8"}
-    if method == "compressed-tensors":
-        weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    if method.startswith("compressed-tensors"):
+        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group}
+        weights["symmetric"] = method == "compressed-tensors"
         groups = {"group_0": {"weights": weights, "input_activations": None, "targets": ["Linear"]}}
-        return {"quant_method": method, "format": "pack-quantized", "config_groups": groups}
+        return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
     if "8" in method:
         numbers = {"num_bits": 8, "type": "int", "symmetric": True}
         inputs = {**numbers, "strategy": "token", "dynamic": True} if method == "w8a8" else None
         groups = {"group_0": {"weights": {**numbers, "strategy": "channel"}, "input_activations": inputs}}
         form = "pack-quantized" if method == "w8a16-packed" else "int-quantized"
         return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
-    own = {"version": "gemm"} if method == "awq" else {"desc_act": False, "checkpoint_format": method}
-    return {"quant_method": method.removesuffix("_v2"), "bits": 4, "group_size": group, **own}
+    if method == "awq":
+        own = {"version": "gemm"}
+    else:
+        own = {"desc_act": "order" in method, "checkpoint_format": method.removesuffix("-act-order")}
+    return {"quant_method": method[:4].strip("_"), "bits": 4, "group_size": group, **own}
 
 
 def checkpoint(folder, method, group=128, kind="llama", config=None):

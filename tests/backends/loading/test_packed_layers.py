@@ -36,7 +36,12 @@ def loaded(folder, **changes):
 
 @pytest.mark.parametrize(
     ("family", "method", "most"),
-    [*((family, "nf4-nested", 2e-5) for family in FAMILIES), ("hf", "w8a8", 0.03), ("hf", "gptq", 0.03)],
+    [
+        *((family, "nf4-nested", 2e-5) for family in FAMILIES),
+        ("hf", "w8a8", 0.03),
+        *((family, "gptq-act-order", 0.03) for family in FAMILIES),
+        ("hf", "compressed-tensors, zeros", 0.03),
+    ],
 )
 def test_logits_and_texts(family, method, most, tmp_path):
     model = checkpoint(tmp_path, method, 64, config=FAMILIES[family]())

@@ -1,8 +1,8 @@
 """Checkpoints of GPTQ, AWQ, compressed-tensors, bitsandbytes and MXFP4, read in their own numbers.
 
 Matrices of the first four are those of `packed_weights`; gpt-oss's experts become blocks of GGUF files. Nothing is
-rounded again, and the packages of these methods are not needed. What is not known here (groups that are not in order,
-other bits, other architectures) is an `UnreadError`, and transformers reads the checkpoint.
+rounded again, and the packages of these methods are not needed. What is not known here (other bits, other forms) is an
+`UnreadError`, and transformers reads the checkpoint.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, Int8, UInt8
+from jaxtyping import Float, Int, Int8, Int64, UInt8
 from torch import Tensor
 
 from draftproof.backends.lean.checkpoint import Weights
@@ -94,6 +94,10 @@ class PackedWeights(Weights):
             raise UnreadError(f"its {name} has {found.numel()} numbers of {found.dtype}, expected {wanted}")
         return found
 
+    def optional_plain(self, name: str, numbers: int) -> Tensor | None:
+        """The same, with so many numbers of any type, if it is there."""
+        return self.plain(name, numbers=numbers) if name in self._files else None
+
     def _is_packed(self, name: str) -> bool:
         return name.endswith(".weight") and name.removesuffix(".weight") in self.packed
 
@@ -103,14 +107,25 @@ def grouped(
     zeros: UInt8[Tensor, "out groups"],
     scales: Float[Tensor, "out groups"],
     dtype: torch.dtype,
+    group_of: Int[Tensor, " in"] | None = None,
 ) -> StoredMatrix:
     """A matrix in groups as C reads it: numbers of 4 bits, and of each group a scale and the number that stands for 0.
 
+    Args:
+        numbers: the weights.
+        zeros: which number stands for 0.
+        scales: of a step.
+        dtype: of what products make.
+        group_of: the group of each input, where neighbours may be in different ones (GPTQ's act-order). Inputs of a
+            group are put side by side then, and products take them in that order.
+
     Raises:
-        UnreadError: scales that float16 does not hold, or a size of groups that is not known.
+        UnreadError: scales that float16 does not hold, or sizes of groups that are not known.
     """
     outs, ins = numbers.shape
     groups = scales.shape[1]
+    inputs = None if group_of is None else _grouped_inputs(group_of.long(), groups)
+    numbers = numbers if inputs is None else numbers[:, inputs]
     half = scales.to(torch.float16)
     if not torch.equal(half.to(scales.dtype), scales):
         raise UnreadError("float16 does not hold its scales exactly")
@@ -123,7 +138,16 @@ def grouped(
     both = numbers.view(outs, -1, size // 2, 2)
     bytes_of = both[..., 0] | both[..., 1] << 4
     parts = (half.contiguous().view(torch.uint8).view(outs, -1, 2), zeros.unsqueeze(-1), bytes_of)
-    return StoredMatrix(torch.cat(parts, -1).flatten(), outs, ins, WORDS[size], dtype)
+    return StoredMatrix(torch.cat(parts, -1).flatten(), outs, ins, WORDS[size], dtype, inputs=inputs)
+
+
+def _grouped_inputs(group_of: Int64[Tensor, " in"], groups: int) -> Int64[Tensor, " in"] | None:
+    """All inputs, group by group; None where they are so already."""
+    sizes = torch.bincount(group_of.clamp(min=0), minlength=groups)
+    if bool((group_of < 0).any()) or len(sizes) != groups or bool((sizes != len(group_of) // groups).any()):
+        raise UnreadError(f"its {len(group_of)} inputs are not in {groups} groups of one size")
+    order = group_of.argsort(stable=True)
+    return None if torch.equal(order, torch.arange(len(order))) else order
 
 
 def in_bytes(
@@ -183,13 +207,9 @@ def _shape_gptq(weights: PackedWeights, stem: str) -> tuple[int, ...]:
 def _matrix_gptq(weights: PackedWeights, stem: str) -> StoredMatrix:
     numbers = _numbers(weights.plain(f"{stem}.qweight").t().contiguous())
     scales = weights.plain(f"{stem}.scales").t().contiguous()
-    size = numbers.shape[1] // scales.shape[1]
-    places = f"{stem}.g_idx"
-    if places in weights and not torch.equal(weights.plain(places).long(), torch.arange(numbers.shape[1]) // size):
-        raise UnreadError("its groups are not in order (desc_act)")
     missing = 0 if weights.fields.get("checkpoint_format") == "gptq_v2" else 1
     zeros = _numbers(weights.plain(f"{stem}.qzeros")).t() + missing
-    return grouped(numbers, zeros, scales, weights.dtype)
+    return grouped(numbers, zeros, scales, weights.dtype, weights.optional_plain(f"{stem}.g_idx", numbers.shape[1]))
 
 
 def _awq(fields: Mapping[str, Any]) -> _Method:
@@ -213,7 +233,7 @@ def _matrix_awq(weights: PackedWeights, stem: str) -> StoredMatrix:
     return grouped(numbers, zeros, weights.plain(f"{stem}.scales").t().contiguous(), weights.dtype)
 
 
-_PACKED, _BYTES, _ZEROS = "pack-quantized", "int-quantized", "weight_zero_point"
+_PACKED, _BYTES, _ZEROS, _GROUPS = "pack-quantized", "int-quantized", "weight_zero_point", "weight_g_idx"
 _DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 """Inputs of W8A8: in 8 bits by a scale that each row gets when it is there."""
 
@@ -228,9 +248,10 @@ def _compressed(fields: Mapping[str, Any]) -> _Method:
     found = set()
     for group in groups:
         weights, inputs = group.get("weights") or {}, group.get("input_activations")
-        symmetric = weights.get("type") == "int" and weights.get("symmetric") and not weights.get("actorder")
-        if weights.get("num_bits") not in legal or not symmetric:
-            raise UnreadError(f"its weights are not symmetric numbers of {' or '.join(map(str, legal))} bits")
+        if weights.get("num_bits") not in legal or weights.get("type") != "int":
+            raise UnreadError(f"its weights are not whole numbers of {' or '.join(map(str, legal))} bits")
+        if weights["num_bits"] == 8 and not weights.get("symmetric"):
+            raise UnreadError("its weights of 8 bits are not symmetric")
         if inputs and (form == _PACKED or any(inputs.get(name) != value for name, value in _DYNAMIC.items())):
             raise UnreadError("its inputs are rounded otherwise than in 8 bits with a scale for each row")
         found.add((weights["num_bits"], bool(inputs)))
@@ -240,7 +261,7 @@ def _compressed(fields: Mapping[str, Any]) -> _Method:
     if form == _BYTES:
         matrix = functools.partial(_matrix_bytes, kind=INT8_BY_ROW if rounded else INT8)
         return _Method(8, "weight_scale", ("weight", _ZEROS), _shape_plain, matrix)
-    beside = ("weight_scale", "weight_shape")
+    beside = ("weight_scale", "weight_shape", *((_ZEROS, _GROUPS) if bits == 4 else ()))
     return _Method(bits, "weight_packed", beside, _shape_compressed, functools.partial(_matrix_compressed, bits=bits))
 
 
@@ -262,12 +283,17 @@ def _shape_compressed(weights: PackedWeights, stem: str) -> tuple[int, ...]:
 
 
 def _matrix_compressed(weights: PackedWeights, stem: str, bits: int) -> StoredMatrix:
-    _, ins = _shape_compressed(weights, stem)
+    outs, ins = _shape_compressed(weights, stem)
     numbers = _numbers(weights.plain(f"{stem}.weight_packed"), bits)[:, :ins].contiguous()
     scales = weights.plain(f"{stem}.weight_scale")
     if bits == 8:
         return in_bytes((numbers ^ 128).view(torch.int8), scales, INT8, weights.dtype)
-    return grouped(numbers, torch.full(scales.shape, 8, dtype=torch.uint8), scales, weights.dtype)
+    zeros, place = torch.full(scales.shape, 8, dtype=torch.uint8), f"{stem}.{_ZEROS}"
+    if place in weights:  # words of neighbouring outputs
+        zeros = _numbers(weights.plain(place, torch.int32).t().contiguous())[:, :outs].t().contiguous()
+    if zeros.shape != scales.shape:
+        raise UnreadError(f"its {place} is {list(zeros.shape)}, not {list(scales.shape)} as its scales")
+    return grouped(numbers, zeros, scales, weights.dtype, weights.optional_plain(f"{stem}.{_GROUPS}", ins))
 
 
 def _bitsandbytes(fields: Mapping[str, Any]) -> _Method:
