@@ -51,8 +51,8 @@ TYPES = {
 }
 """By the number that files have for a type (gguf.GGMLQuantizationType)."""
 
-MXFP4 = 39
-"""The type of gpt-oss's experts."""
+Q8_0, MXFP4 = 8, 39
+"""Types of rounded experts of 8 bits, and of gpt-oss's experts."""
 
 WORDS = {32: 1032, 64: 1064, 128: 1128}
 """Types of our own for GPTQ and AWQ, by the inputs of a group: 4 bits, a float16 scale, the number for 0."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from draftproof import native
 from draftproof.errors import UserError
-from draftproof.native.ggml import LAYOUTS, GGMLWeight, StoredMatrix, why_not_joined
+from draftproof.native.ggml import AS_FLOATS, LAYOUTS, GGMLWeight, StoredMatrix, why_not_joined
 from draftproof.native.operations import NEIGHBOURS, Operations
 from draftproof.native.tensors import Interleaved, MeasuredInputs, Plain, Quantized
 from draftproof.triton.choose import installed as triton_is_installed
@@ -199,10 +199,16 @@ class PlainProduct(Product):
         self.layout = "native"
         self.weight = Plain(weight)
         self._operations = operations
+        self._latest = None
 
     def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The product with every row."""
         return self._operations.rows_product(x, self.weight.weight, self.bias)
+
+    def dense(self) -> Float[Tensor, "out in"]:
+        """The weight itself."""
+        weight: Tensor = self.weight.weight
+        return weight
 
 
 class RescoredProduct(Product):
@@ -366,12 +372,15 @@ def of_stored(
 
 
 class StoredProduct(Product):
-    """x W^T + b with the numbers of stored matrices; inputs are rounded to 8 bits.
+    """x W^T + b with the numbers of stored matrices; inputs are rounded to 8 bits, or as their types have it.
 
     Where the matrices have another order of inputs, rows get it once, before they are rounded.
 
     Args:
         matrices: whose outputs follow one another (`ggml.why_not_joined`).
+
+    Attributes:
+        rounds_inputs: whether they are; some types multiply floats.
     """
 
     def __init__(self, matrices: Sequence[StoredMatrix], bias: Float[Tensor, " out"] | None = None) -> None:
@@ -380,6 +389,7 @@ class StoredProduct(Product):
         self._inputs = matrices[0].inputs
         self.layout = "native" if self._inputs is None else REORDERED
         self._latest = None
+        self.rounds_inputs = LAYOUTS[matrices[0].type].inputs != AS_FLOATS
         self._types = sorted({LAYOUTS[each.type].name for each in matrices})
         self._matrices = matrices if all(each.release for each in matrices) else ()
         self._operations = operations
