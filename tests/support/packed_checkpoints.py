@@ -27,12 +27,19 @@ SHAPE = {
     "rms_norm_eps": 1e-5,
     "initializer_range": 0.06,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 50000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
     "mistral": lambda: transformers.MistralConfig(**SHAPE, sliding_window=6),
     "qwen2": lambda: transformers.Qwen2Config(**SHAPE),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SHAPE, head_dim=64, **EXPERTS),
+    "qwen3_moe, shares as they are": lambda: transformers.Qwen3MoeConfig(
+        **SHAPE, head_dim=64, **EXPERTS, norm_topk_prob=False
+    ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=256),
+    "mixtral": lambda: transformers.MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
     "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=64, tie_word_embeddings=True),
 }
 
@@ -195,6 +202,10 @@ def checkpoint(folder, method, group=128, kind="llama", config=None):
             made, exact = tensors_of(method, weight, group)
             tensors |= {name.removesuffix("weight") + each: value for each, value in made.items()}
             weight.copy_(exact)
+        elif ".experts." in name:
+            tensors |= of_experts(method, name, weight, group, config=model.config)
+        elif ".mlp.gate." in name and model.config.model_type == "mixtral":
+            tensors[name.replace(".mlp.", ".block_sparse_moe.")] = weight.clone()
         elif name != "lm_head.weight" or not model.config.tie_word_embeddings:
             tensors[name] = weight.clone()
     folder.mkdir(exist_ok=True)
@@ -205,6 +216,23 @@ def checkpoint(folder, method, group=128, kind="llama", config=None):
     if method != "float":
         del model.config.quantization_config
     return model
+
+
+def of_experts(method, name, weight, group, config):
+    """Tensors of all experts of a layer, each for itself as their authors have them; the weights are changed."""
+    owner, _, kind = name.rpartition(".")
+    mixtral = config.model_type == "mixtral"
+    owner = owner.replace(".mlp.", ".block_sparse_moe.") if mixtral else owner
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+    short = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    tensors = {}
+    for number, expert in enumerate(weight):
+        for part, matrix in zip(parts, expert.chunk(len(parts)), strict=True):
+            made, exact = tensors_of(method, matrix.contiguous(), group)
+            at = f"{owner}.{number}.{short[part] if mixtral else part}"
+            tensors |= {f"{at}.{each}": value for each, value in made.items()}
+            matrix.copy_(exact)
+    return tensors
 
 
 def logits_of(backend):

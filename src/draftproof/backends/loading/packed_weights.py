@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,33 +48,49 @@ class PackedWeights(Weights):
         self._method = _method_of(fields)
         self.bits = self._method.bits
         ending = f".{self._method.marker}"
-        # names of the packed matrices, without ".weight"
-        self.packed = frozenset(name.removesuffix(ending) for name in self._files if name.endswith(ending))
-        if not self.packed:
+        stems = sorted(name.removesuffix(ending) for name in self._files if name.endswith(ending))
+        if not stems:
             raise UnreadError(f"it has no tensor whose name ends with {ending}: none of its matrices is packed")
+        self._experts = _by_layer(stems)
+        apart = {stem for every in self._experts.values() for stem in every}
+        # names of the packed matrices, without ".weight"; all experts of a layer have one name
+        self.packed = frozenset({*stems, *self._experts} - apart)
+        self._places = {_RENAMED.sub(".mlp.", name): name for name in self._files}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files or self._is_packed(name)
+        return name in self._files or name in self._places or self._is_packed(name)
 
     def __getitem__(self, name: str) -> Any:
         """A tensor, or a matrix whose weights were packed."""
         if not self._is_packed(name):
-            return super().__getitem__(name)
+            return super().__getitem__(self._places[name])
         made = self.matrix(name.removesuffix(".weight"))
         return dense_of(made) if self._dense and LAYOUTS[made.type].inputs != AS_FLOATS else made
 
     def matrix(self, stem: str) -> StoredMatrix:
-        """A packed matrix."""
-        return self._method.matrix(self, stem)
+        """A packed matrix; those of all experts of a layer as one."""
+        if stem not in self._experts:
+            return self._method.matrix(self, stem)
+        every = [self._method.matrix(self, each) for each in self._experts[stem]]
+        if len({(each.type, each.ins, each.outs) for each in every}) > 1 or any(
+            each.inputs is not None for each in every
+        ):
+            raise UnreadError(f"its {stem} has several forms or orders of inputs")
+        content = torch.cat([each.content for each in every])
+        return replace(every[0], content=content, outs=len(every) * every[0].outs)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Empty tensors with the shapes of all weights, under transformers' names."""
-        found = {f"{stem}.weight": self._method.shape(self, stem) for stem in sorted(self.packed)}
+        apart = [stem for every in self._experts.values() for stem in every]
+        found = {f"{stem}.weight": self._method.shape(self, stem) for stem in self.packed - set(self._experts)}
+        for stem, every in self._experts.items():
+            found[f"{stem}.weight"] = (len(every), *self._method.shape(self, every[0]))
         kinds = (self._method.marker, *self._method.beside)
-        of_packed = {f"{stem}.{kind}" for stem in self.packed for kind in kinds}
-        for key in self._files:
-            if key not in of_packed and key.rpartition(".")[2] != "inv_freq":
-                found[key] = self.stored_shape(key)
+        of_packed = {f"{stem}.{kind}" for stem in (*self.packed, *apart) for kind in kinds}
+        for key, place in self._places.items():
+            if place not in of_packed and key.rpartition(".")[2] != "inv_freq":
+                shape = self.stored_shape(place)
+                found[key] = shape[1:] if key.endswith(".shared_expert_gate.weight") else shape  # one output
         return {key: torch.empty(shape, device="meta") for key, shape in found.items()}
 
     def check(self) -> None:
@@ -100,6 +117,29 @@ class PackedWeights(Weights):
 
     def _is_packed(self, name: str) -> bool:
         return name.endswith(".weight") and name.removesuffix(".weight") in self.packed
+
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
+_RENAMED = re.compile(r"\.block_sparse_moe\.")  # Mixtral's name of a mixture
+_OF_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+def _by_layer(stems: Iterable[str]) -> dict[str, list[str]]:
+    """Names of the matrices of experts, by the lean forward's name for those of all experts of a layer.
+
+    Raises:
+        UnreadError: an expert is missing.
+    """
+    found: dict[str, dict[int, str]] = {}
+    for stem in stems:
+        if (parts := _EXPERT.fullmatch(stem)) is not None:
+            owner, number, kind = parts.groups()
+            name = f"{_RENAMED.sub('.mlp.', owner)}.{_OF_MIXTRAL.get(kind, kind)}"
+            found.setdefault(name, {})[int(number)] = stem
+    for name, every in found.items():
+        if sorted(every) != list(range(len(every))):
+            raise UnreadError(f"its {name} lacks experts before number {max(every)}")
+    return {name: [every[number] for number in range(len(every))] for name, every in found.items()}
 
 
 def grouped(
