@@ -51,8 +51,8 @@ TYPES = {
 }
 """By the number that files have for a type (gguf.GGMLQuantizationType)."""
 
-MXFP4 = 39
-"""The type of gpt-oss's experts."""
+Q8_0, MXFP4 = 8, 39
+"""Types of rounded experts of 8 bits, and of gpt-oss's experts."""
 
 WORDS = {32: 1032, 64: 1064, 128: 1128}
 """Types of our own for GPTQ and AWQ, by the inputs of a group: 4 bits, a float16 scale, the number for 0."""
@@ -86,6 +86,8 @@ class StoredMatrix:
     type: int
     dtype: torch.dtype  # of what products make
     rows: Int64[Tensor, " outs"] | None = None  # which stored row each output is; None where they are in order
+    # which of the layer's inputs each stored number of a row is multiplied with; None where they are in order
+    inputs: Int64[Tensor, " ins"] | None = None
     # lets the pages of the file go that hold it, to be read again where they are needed; None where the content is in
     # memory only
     release: Callable[[], None] | None = None
@@ -95,10 +97,11 @@ class StoredMatrix:
         if kind is None or self.ins % kind.elements or self.outs < 1 or self.ins < 1:
             raise ValueError(f"no matrix of {self.outs} x {self.ins} of ggml's type {self.type} can be read")
         require("content", self.content, torch.uint8, (self.outs * (self.ins // kind.elements) * kind.size,))
-        if self.rows is not None:
-            require("rows", self.rows, torch.int64, (self.outs,))
-            if not 0 <= int(self.rows.min()) <= int(self.rows.max()) < self.outs:
-                raise ValueError(f"an order of rows that are not all of 0 to {self.outs - 1}")
+        for name, order, count in (("rows", self.rows, self.outs), ("inputs", self.inputs, self.ins)):
+            if order is not None:
+                require(name, order, torch.int64, (count,))
+                if not 0 <= int(order.min()) <= int(order.max()) < count:
+                    raise ValueError(f"an order of {name} that are not all of 0 to {count - 1}")
 
     def __len__(self) -> int:
         return self.outs
@@ -209,4 +212,10 @@ def why_not_joined(matrices: Sequence[StoredMatrix]) -> str | None:
         return f"a matrix before the last has a number of outputs that is no multiple of {LANES}"
     if len({LAYOUTS[each.type].inputs for each in matrices}) > 1:
         return "matrices whose products read inputs in several ways"
+    if any(not _same(each.inputs, matrices[0].inputs) for each in matrices[1:]):
+        return "matrices whose inputs have several orders"
     return None
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)

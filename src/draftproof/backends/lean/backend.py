@@ -22,7 +22,6 @@ from draftproof.backends.cache.windows import windows_of
 from draftproof.backends.hf.probe import Probe
 from draftproof.backends.lean.checkpoint import Architecture, StateWeights
 from draftproof.backends.lean.layers import Lean
-from draftproof.backends.lean.native_layers import NativeLayers
 from draftproof.backends.lean.traits import Traits, UnreadError, is_hooked, is_stock, seen_traits, traits_of
 from draftproof.backends.model_info import ModelInfo
 from draftproof.backends.new_weights import EMBEDDING, HEAD, refuse_misfits, state_of
@@ -97,7 +96,7 @@ class LeanForward(SlotBackend):
     @property
     def own_threads(self) -> bool:
         """See `base.own_threads`."""
-        return isinstance(self.lean.run_layers, NativeLayers)
+        return self.lean.is_native
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the output layer's weight."""

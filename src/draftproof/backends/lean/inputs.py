@@ -13,7 +13,7 @@ from draftproof import native
 from draftproof.backends.hf.quantized_modules import QuantizedLinear
 from draftproof.backends.lean.mixture import linear_arguments
 from draftproof.backends.lean.traits import UnreadError, is_stock
-from draftproof.backends.products.packed_linear import Part, PlainProduct, Product
+from draftproof.backends.products.packed_linear import REORDERED, Part, PlainProduct, Product
 from draftproof.native.structures import MOST_INPUTS, InputsArguments
 
 _SMALL = 1 << 18  # numbers of a weight for which a matrix unit gains little
@@ -99,6 +99,8 @@ def product_of_layer(module: Any) -> tuple[Product, Int[Tensor, " outs"]]:
         UnreadError: native code cannot read it.
     """
     if isinstance(module, Part):
+        if module.product.layout == REORDERED:
+            raise UnreadError("the inputs of its products have another order (desc_act)")
         return module.product, module.outputs
     if isinstance(module, QuantizedLinear):
         return module.product, torch.arange(module.product.weight.outs)

@@ -27,12 +27,12 @@ from draftproof.backends.cache.windows import Windows
 from draftproof.backends.lean.attention import Heads, NativeAttention, Pass
 from draftproof.backends.lean.attention import attention as attention_of
 from draftproof.backends.lean.mixture import Mixture
-from draftproof.backends.lean.native_layers import NORMS, PRODUCTS, NativeLayers, native_layers
+from draftproof.backends.lean.native_layers import NORMS, PRODUCTS, NativeLayers, computes_natively, native_layers
 from draftproof.backends.lean.rotary import Rope, Rotary
 from draftproof.backends.lean.traits import ACTIVATIONS, LLAMA, Traits, eps_of
 from draftproof.backends.products.calibration import MEASURED_BITS, InputStatistics, MeasuredProduct
 from draftproof.backends.products.calibration_files import measure
-from draftproof.backends.products.packed_linear import Product, fuse, operations_for_stored, product_of
+from draftproof.backends.products.packed_linear import REORDERED, Product, fuse, operations_for_stored, product_of
 from draftproof.errors import UserError
 from draftproof.native.ggml import StoredMatrix
 from draftproof.native.operations import Operations
@@ -88,12 +88,17 @@ class Lean:
         return all(isinstance(layer.attention, NativeAttention) for layer in self.layers)
 
     @property
+    def is_native(self) -> bool:
+        """Whether all parts of its layers are."""
+        return isinstance(self.run_layers, NativeLayers) or all(map(computes_natively, self.layers))
+
+    @property
     def rounding(self) -> str:
         """See `base.rounding`."""
         weight, dim = self.embed.weight, max(layer.heads.dim for layer in self.layers)
         if weight.device.type != "cpu":
             return f"its sums on {weight.device.type} depend on the rows of a pass"
-        if isinstance(self.run_layers, NativeLayers) and self.head.layout == "native" and self.norm.is_native:
+        if self.is_native and self.head.layout in ("native", REORDERED) and self.norm.is_native:
             return ""
         why = "some of its layers are not native"
         if weight.dtype not in UNITS:
@@ -294,7 +299,8 @@ class Norm:
         self.scaled = (self.weight.to(self.wide) if self.whole is None else self.whole) * size**0.5
         self.added = size * self.eps  # to the sum of squares
         self.least = torch.tensor(self.added**0.5, dtype=self.wide)
-        self._operations = native.operations_for(weight) if pack and not counts else None
+        self._counts = counts
+        self._operations = native.operations_for(weight) if pack else None
 
     @property
     def is_native(self) -> bool:
@@ -303,8 +309,11 @@ class Norm:
 
     def __call__(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
         """The normed rows; on the CPU in four operations, where torch's own has seven."""
-        if self._operations is not None:
+        if self._operations is not None and not self._counts:
             return self._operations.norm(x, self.scaled, self.added)
+        if self._operations is not None:
+            each = zip(torch.split(x, list(self._counts), -2), itertools.accumulate(self._counts), strict=True)
+            return torch.cat([self._operations.norm(part, self.scaled[end - 1], self.added) for part, end in each], -2)
         if self.fused and self.weight.dim() == 1:
             weight = self.weight if self.whole is None else self.whole
             return scaled_norm(x, weight, self.eps, self.whole is not None)

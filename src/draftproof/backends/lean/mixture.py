@@ -97,7 +97,8 @@ class _Experts:
         weights = [layer.weight for layer in layers]
         matrices = [weight for weight in weights if isinstance(weight, StoredMatrix)]
         self.weight: GGMLWeight | Tensor
-        if len(matrices) == len(weights) and not any(len(each) % (count * LANES) for each in matrices):
+        fits = not any(len(each) % (count * LANES) or each.inputs is not None for each in matrices)
+        if len(matrices) == len(weights) and fits:
             self.weight = GGMLWeight.joined([repacked(each) for each in matrices], count)
             address, bits, _ = self.weight.arguments
         else:

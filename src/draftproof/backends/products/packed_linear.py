@@ -12,6 +12,7 @@ import functools
 import importlib
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from draftproof import native
 from draftproof.errors import UserError
-from draftproof.native.ggml import LAYOUTS, GGMLWeight, StoredMatrix, why_not_joined
+from draftproof.native.ggml import AS_FLOATS, LAYOUTS, GGMLWeight, StoredMatrix, why_not_joined
 from draftproof.native.operations import NEIGHBOURS, Operations
 from draftproof.native.tensors import Interleaved, MeasuredInputs, Plain, Quantized
 from draftproof.triton.choose import installed as triton_is_installed
@@ -32,6 +33,7 @@ ROUGH_OUTPUTS = 100_000  # from so many outputs on, an output layer has ROUGH_BI
 ROUGH_BITS, ROUGH_GROUP = 2, 64
 ROUGH_SHARE = 128  # one of so many outputs is computed again then
 GROUP = 32  # inputs that share a scale in a quantized weight
+REORDERED = "reordered"  # layout of a native product whose inputs change their order first, which C code does not do
 _CHECKED = 64  # outputs of a stored matrix that are compared with torch's
 _TOLERANCE = 0.02  # how far they may be off where inputs have 8 bits, as a share of their size
 _ROWS = 9  # rows that the packed layout is optimized for: those of a verification; one row is as fast
@@ -79,7 +81,7 @@ class Product:
         self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None, *, pack: bool = True
     ) -> None:
         self.bias = bias
-        self.layout = "plain"  # of the weight, "native", "oneDNN" or "plain"
+        self.layout = "plain"  # of the weight, "native", "oneDNN", "plain" or REORDERED
         self.weight: Any = weight  # a tensor, or in a layout of native/
         self._multiply: Callable[..., Tensor] = F.linear
         operations = native.operations_for(weight) if pack else None
@@ -170,7 +172,7 @@ class Product:
 
     def onto(self, x: Float[Tensor, "*rows in"], rows: Float[Tensor, "*rows out"]) -> Float[Tensor, "*rows out"]:
         """The product with every row, rounded and then added to `rows`."""
-        if self.layout == "native":
+        if self.layout in ("native", REORDERED):
             return self._multiply(x, self.weight, self.bias, rows)
         return self(x).add_(rows)
 
@@ -197,10 +199,16 @@ class PlainProduct(Product):
         self.layout = "native"
         self.weight = Plain(weight)
         self._operations = operations
+        self._latest = None
 
     def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The product with every row."""
         return self._operations.rows_product(x, self.weight.weight, self.bias)
+
+    def dense(self) -> Float[Tensor, "out in"]:
+        """The weight itself."""
+        weight: Tensor = self.weight.weight
+        return weight
 
 
 class RescoredProduct(Product):
@@ -364,21 +372,28 @@ def of_stored(
 
 
 class StoredProduct(Product):
-    """x W^T + b with the numbers of stored matrices; inputs are rounded to 8 bits.
+    """x W^T + b with the numbers of stored matrices; inputs are rounded to 8 bits, or as their types have it.
+
+    Where the matrices have another order of inputs, rows get it once, before they are rounded.
 
     Args:
         matrices: whose outputs follow one another (`ggml.why_not_joined`).
+
+    Attributes:
+        rounds_inputs: whether they are; some types multiply floats.
     """
 
     def __init__(self, matrices: Sequence[StoredMatrix], bias: Float[Tensor, " out"] | None = None) -> None:
         operations = operations_for_stored(matrices[0])
         self.bias = bias
-        self.layout = "native"
+        self._inputs = matrices[0].inputs
+        self.layout = "native" if self._inputs is None else REORDERED
         self._latest = None
+        self.rounds_inputs = LAYOUTS[matrices[0].type].inputs != AS_FLOATS
         self._types = sorted({LAYOUTS[each.type].name for each in matrices})
         self._matrices = matrices if all(each.release for each in matrices) else ()
         self._operations = operations
-        self._multiply = functools.partial(_multiplied, operations)
+        self._multiply = functools.partial(_multiplied, operations, self._inputs)
         self.weight = GGMLWeight.joined([repacked(each) for each in matrices])
 
     def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:  # noqa: ARG002 - of Product
@@ -398,12 +413,17 @@ class StoredProduct(Product):
 
 
 def _multiplied(
-    operations: Operations, x: Tensor, weight: GGMLWeight, bias: Tensor | None, onto: Tensor | None = None
+    operations: Operations,
+    inputs: Tensor | None,
+    x: Tensor,
+    weight: GGMLWeight,
+    bias: Tensor | None,
+    onto: Tensor | None = None,
 ) -> Tensor:
     """The product in the dtype of the rows: a model of bfloat16 may be compared in float32."""
     chosen = operations if x.dtype == operations.dtype else native.operations_for(x)
     assert chosen is not None, "the caller looked"
-    return chosen.ggml_product(x, weight, bias, onto)
+    return chosen.ggml_product(x if inputs is None else x[..., inputs], weight, bias, onto)
 
 
 def operations_for_stored(matrix: StoredMatrix) -> Operations:
@@ -432,7 +452,7 @@ def dense(matrix: StoredMatrix) -> Float[Tensor, "out in"]:
 
 def why_not_exact(matrix: StoredMatrix) -> str | None:
     """Why native products with some rows of a stored matrix are wrong; None where they are torch's but for rounding."""
-    some, operations = matrix.first(_CHECKED), operations_for_stored(matrix)
+    some, operations = replace(matrix.first(_CHECKED), inputs=None), operations_for_stored(matrix)
     x = torch.randn((3, some.ins), generator=torch.Generator().manual_seed(0)).to(some.dtype)
     expected = x.double() @ dense(some).double().T
     found = operations.ggml_product(x, operations.ggml_repacked(some)).double()

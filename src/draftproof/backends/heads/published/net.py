@@ -17,6 +17,7 @@ from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.base import HeadBackend, LayeredNet
 from draftproof.backends.heads.published.files import HeadFiles, cast, drafted_ids, read_head
 from draftproof.backends.heads.published.layers import LayerShape
+from draftproof.backends.heads.published.rounding import rounded_product
 from draftproof.backends.lean.layers import Embedding
 from draftproof.backends.products.packed_linear import Product
 from draftproof.errors import UserError
@@ -101,6 +102,6 @@ def output_of(files: HeadFiles, shape: LayerShape, target: SlotBackend) -> Outpu
         if shape.size != target.capabilities.hidden:
             raise files.refused("has no lm_head.weight, and the target's has another width")
         rows = target.output_rows(torch.arange(vocab, device=target.device) if ids is None else ids)
-        return Output(ids, order, Product(rows))
+        return Output(ids, order, rounded_product(Product(rows), output=True))
     weight = cast(own, target)
-    return Output(ids, order, Product(weight if order is None else weight[order]))
+    return Output(ids, order, rounded_product(Product(weight if order is None else weight[order]), output=True))
