@@ -9,11 +9,12 @@ import torch
 
 from draftproof import UserError
 from draftproof.native import dispatch
-from draftproof.native.ggml import LAYOUTS, TYPES, GGMLWeight, StoredMatrix, why_not_joined
+from draftproof.native.ggml import LAYOUTS, SIXTEEN_BITS, TYPES, GGMLWeight, StoredMatrix, why_not_joined
 from support.gguf_files import random_blocks
 from support.native_levels import OPERATIONS, drawn
 
 quants = pytest.importorskip("gguf.quants", reason="the extra gguf is not installed")
+from gguf import GGMLQuantizationType
 
 pytestmark = pytest.mark.usefixtures("level")
 EACH = pytest.mark.parametrize("kind", TYPES, ids=lambda kind: TYPES[kind].name)
@@ -111,6 +112,29 @@ def test_several_types_are_one_product(dtype):
         assert torch.equal(found, torch.cat([operations.ggml_product(x, part) for part in parts], -1))
     assert "multiple of 16" in why_not_joined(matrices[::-1])
     assert "at most 4" in why_not_joined(matrices[:1] * 5)
+
+
+@pytest.mark.parametrize("kind", SIXTEEN_BITS, ids=lambda kind: SIXTEEN_BITS[kind].name)
+@pytest.mark.parametrize(("outs", "ins"), [(1, 1), (16, 32), (33, 100), (200, 333), (48, 512)])
+def test_floats_of_16_bits(kind, outs, ins, dtype):
+    operations, given = OPERATIONS[dtype], drawn(4, outs, ins, dtype=torch.float32)
+    given[0, 0] = 3e-7  # less than float16 has with full precision
+    blocks = quants.quantize(given.numpy(), GGMLQuantizationType(kind))
+    numbers = torch.from_numpy(quants.dequantize(blocks, GGMLQuantizationType(kind)).reshape(outs, ins))
+    assert 0 < numbers[0, 0] != given[0, 0]
+    matrix = StoredMatrix(torch.from_numpy(blocks.view(np.uint8).ravel()), outs, ins, kind, dtype)
+    assert torch.equal(OPERATIONS[torch.float32].ggml_rows(matrix, torch.arange(outs)), numbers)
+    order = torch.randperm(outs)
+    weight = operations.ggml_repacked(matrix.in_order(order))
+    assert weight.nbytes == -(-outs // 16) * 16 * -(-ins // 32) * 32 * 2
+    x, bias, onto = drawn(1, 13, ins, dtype=dtype), drawn(2, outs, dtype=dtype), drawn(3, 13, outs, dtype=dtype)
+    exact = x.double() @ numbers[order].double().T
+    slack = 1e-6 * (x.double().abs() @ numbers[order].double().abs().T) + torch.finfo(dtype).eps * exact.abs()
+    made = operations.ggml_product(x, weight)
+    assert ((made.double() - exact).abs() <= slack).all()
+    assert torch.equal(operations.ggml_product(x, weight, bias, onto), operations.ggml_product(x, weight, bias) + onto)
+    for first, size in ((12, 1), (3, 2), (5, 4), (2, 7)):
+        assert torch.equal(operations.ggml_product(x[first : first + size], weight), made[first : first + size])
 
 
 @EACH

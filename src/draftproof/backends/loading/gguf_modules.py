@@ -35,7 +35,7 @@ from draftproof.backends.loading.gguf_tensors import (
 )
 from draftproof.backends.loading.options import ACTIVATIONS
 from draftproof.backends.loading.stored_backends import StoredBackend, StoredSnapshotBackend, attention_name
-from draftproof.backends.products.packed_linear import StoredProduct, dense, fuse
+from draftproof.backends.products.packed_linear import StoredProduct, dense, fuse, let_go, plain_of
 from draftproof.backends.products.stored_modules import NativeNorm, StoredEmbedding, StoredGates, StoredLinear
 from draftproof.errors import reason
 from draftproof.models.gguf_file import GGUFFile, generation_config
@@ -705,12 +705,18 @@ class _Filling:
         own, of_experts = self._tensors.floats(scale), self._tensors.floats(norm)
         if bool((of_experts.abs() < 1e-6).any()):
             raise UnreadError(f"its {norm} has zeros")
-        router.weight = (router.weight * (own / of_experts * len(own) ** -0.5)).to(self._dtype)
+        router.weight = (plain_of(router.weight) * (own / of_experts * len(own) ** -0.5)).to(self._dtype)
         return True
 
     def _matrix(self, place: str, rows: Order | None = None) -> StoredMatrix | Tensor:
+        """A matrix; where its numbers are floats of the model's dtype, a copy that the model's own modules read."""
         self._take(place)
-        return self._tensors.matrix(place, rows)
+        made = self._tensors.matrix(place, rows)
+        if not isinstance(made, StoredMatrix) or not made.is_plain:
+            return made
+        copied = made.plain().clone().view(self._tensors.file.tensors[place].shape)
+        let_go([made])
+        return copied
 
     def _parameter(self, source: Source, at: str, shape: torch.Size) -> nn.Parameter:
         """A small tensor; in the file it may have other dimensions."""

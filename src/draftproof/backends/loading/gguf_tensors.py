@@ -14,9 +14,10 @@ from draftproof.backends.lean.traits import Experts, UnreadError
 from draftproof.backends.loading.gguf_rotary import Keys
 from draftproof.backends.products.packed_linear import dense, why_not_exact
 from draftproof.models.gguf_file import FLOATS, GGUFFile, TensorEntry
-from draftproof.native.ggml import TYPES, StoredMatrix
+from draftproof.native.ggml import SIXTEEN_BITS, TYPES, StoredMatrix
 from draftproof.native.operations import MOST_EXPERTS
 
+_STORED = {**TYPES, **SIXTEEN_BITS}  # types of matrices that stay in the file until products are made of them
 _SOFTMAX, _SOFTMAX_OF_CHOSEN = 1, 3  # kinds of routers, by the number that files have for them
 _ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
@@ -62,24 +63,27 @@ class FileTensors:
 
     @property
     def bits(self) -> int | None:
-        """Of a weight in blocks, on the mean, rounded down; None where all weights are floats."""
+        """Of a weight that is not in `dtype`, on the mean, rounded down; None where all are."""
         sizes = [
-            (math.prod(entry.shape), TYPES[entry.type].size * 8 / TYPES[entry.type].elements)
-            for entry in self.file.tensors.values()
-            if entry.type in TYPES
+            (math.prod(entry.shape), _STORED[entry.type].size * 8 / _STORED[entry.type].elements)
+            for entry in self._matrices
+            if not self._stored(entry).is_plain
         ]
         return int(sum(count * bits for count, bits in sizes) / sum(count for count, _ in sizes)) if sizes else None
 
     def check(self) -> None:
         """Compare native products of some rows of each type with torch's."""
-        some = {entry.type: entry for entry in self.file.tensors.values() if entry.type in TYPES}
-        for entry in some.values():
+        for entry in {entry.type: entry for entry in self._matrices}.values():
             refuse_inexact(self._stored(entry))
 
+    @property
+    def _matrices(self) -> list[TensorEntry]:
+        return [entry for entry in self.file.tensors.values() if _is_stored(entry)]
+
     def matrix(self, place: str, rows: Tensor | None = None) -> StoredMatrix | Tensor:
-        """A matrix; one of blocks stays in the file. `rows` says which stored row each output is."""
+        """A matrix; one of blocks, or of 16 bits, stays in the file. `rows` says which stored row each output is."""
         entry = self.file.tensors[place]
-        if entry.type not in TYPES:
+        if place.endswith(".bias") or not _is_stored(entry):
             made = self.floats(place)
             return (made if rows is None else made[rows]).to(self._dtype)
         matrix = self._stored(entry)
@@ -97,6 +101,17 @@ class FileTensors:
         return StoredMatrix(entry.content, math.prod(outs), ins, entry.type, self._dtype, release=entry.release)
 
 
+def _is_stored(entry: TensorEntry) -> bool:
+    """Whether a tensor is a matrix that stays in the file; tensors of one dimension are read as floats."""
+    return entry.type in TYPES or (entry.type in SIXTEEN_BITS and len(entry.shape) > 1)
+
+
+def dtype_of(file: GGUFFile) -> torch.dtype:
+    """The dtype of hidden states where none is named: bfloat16 for matrices of bfloat16, as with other checkpoints."""
+    found = {FLOATS.get(entry.type) for entry in file.tensors.values() if len(entry.shape) > 1}
+    return torch.bfloat16 if found - {torch.float32} == {torch.bfloat16} else torch.float32
+
+
 def floats_of(file: GGUFFile, place: str) -> Tensor:
     """A tensor of floats, in float32.
 
@@ -107,7 +122,9 @@ def floats_of(file: GGUFFile, place: str) -> Tensor:
     if entry.type not in FLOATS:
         raise UnreadError(f"its {place} is of ggml's type {entry.type}")
     content = torch.frombuffer(entry.map, dtype=FLOATS[entry.type], count=math.prod(entry.shape), offset=entry.offset)
-    return content.to(torch.float32, copy=True).view(entry.shape)
+    made = content.to(torch.float32, copy=True).view(entry.shape)
+    entry.release()
+    return made
 
 
 def refuse_inexact(matrix: StoredMatrix) -> None:

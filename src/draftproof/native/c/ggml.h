@@ -15,7 +15,8 @@
               byte and input k + 4 in the upper one; behind them the higher bits, those of input k + 4 t in the bits t, or 2 t
               and 2 t + 1, of a byte; with 8 bits a byte for each input
 
-   With `levels`, 4 bits are the place of a float in a table, which the step multiplies. Steps are filled up to whole lines.
+   With `levels`, 4 bits are the place of a float in a table, which the step multiplies. With 16 bits a number is a float16, or
+   with `is_wide` a bfloat16; sixteen outputs of an input are neighbours, and there are no steps. Steps are filled up to whole lines.
    Inputs are padded to whole pieces: with steps of zero. */
 
 enum { GGML_SEGMENTS = 4, GGML_GROUP = 32 /* inputs that share a scale when they are rounded to 8 bits */, GGML_PAD = 256 };
@@ -42,8 +43,10 @@ typedef struct {
   DO(13, 5, 32, 2, 0, 0, 0, 16, 1, 0, 0)  /* MXFP4 */ \
   DO(14, 8, 32, 4, 0, 0, 0, 128, 0, 1, 0)  /* INT8, INT8_BY_ROW */ \
   DO(15, 4, 64, 1, 0, 0, 0, 0, 0, 1, 1)    /* NF4 */ \
-  DO(16, 4, 64, 1, 0, 0, 0, 0, 0, 1, 2)    /* FP4 */
-enum { GGML_FORM_COUNT = 17 };
+  DO(16, 4, 64, 1, 0, 0, 0, 0, 0, 1, 2)    /* FP4 */ \
+  DO(17, 16, 32, 1, 0, 0, 0, 0, 0, 0, 0)   /* F16 */ \
+  DO(18, 16, 32, 1, 0, 0, 0, 0, 1, 0, 0)   /* BF16 */
+enum { GGML_FORM_COUNT = 19 };
 
 #define FORM(number, bits, group, groups, by_byte, is_signed, has_least, offset, is_wide, is_whole, levels) \
   {bits, group, groups, by_byte, is_signed, has_least, offset, is_wide, is_whole, levels},
@@ -55,6 +58,7 @@ INLINE long ggml_piece(ggml_form f) { return (long)f.group * f.groups; }
 INLINE long ggml_steps(ggml_form f) {
   const long sets = 1 + f.has_least, bytes = f.by_byte ? 32 * sets + LANES * f.groups * sets : 32 * f.groups * sets;
   if (f.is_whole) return 64;
+  if (f.bits == 16) return 0;
   return (bytes + 63) / 64 * 64;
 }
 INLINE long ggml_numbers(ggml_form f) { return 2L * f.bits * f.group; }
@@ -72,7 +76,7 @@ typedef struct {
   int type, form, elements, bytes, inputs;
 } ggml_type;
 
-enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20,
+enum { F16 = 1, BF16 = 30, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20,
        IQ4_XS = 23, MXFP4 = 39,
        /* None of ggml's: groups of GPTQ, AWQ and compressed-tensors (packed_checkpoint.py), a float16 scale, the number that
           stands for 0, and 4 bits for each input, two neighbours in a byte. */
@@ -84,6 +88,7 @@ static const ggml_type ggml_types[] = {
     {Q4_0, 0, 32, 18},   {Q4_1, 1, 32, 20},   {Q5_0, 2, 32, 22},   {Q5_1, 3, 32, 24},   {Q8_0, 4, 32, 34},  {IQ4_NL, 4, 32, 18},
     {Q4_K, 5, 256, 144}, {Q5_K, 6, 256, 176}, {Q6_K, 7, 256, 210}, {Q3_K, 7, 256, 110}, {Q2_K, 8, 256, 84}, {IQ4_XS, 9, 256, 136},
     {WORDS_128, 10, 128, 67}, {WORDS_64, 11, 64, 35}, {WORDS_32, 12, 32, 19}, {MXFP4, 13, 32, 17},
+    {F16, 17, 1, 2, AS_FLOATS}, {BF16, 18, 1, 2, AS_FLOATS},
     {INT8, 14, 32, 36}, {INT8_BY_ROW, 14, 32, 36, BY_ROW}, {NF4, 15, 64, 36, AS_FLOATS}, {FP4, 16, 64, 36, AS_FLOATS}};
 
 static const ggml_type *ggml_type_of(long type) {
@@ -259,13 +264,25 @@ static void ggml_range(const ggml_decoded *b, ggml_form f, int group, float *sca
   *least = f.by_byte ? lowest * (float)b->leasts[group] : lowest;
 }
 
+/* A number of a matrix of floats in a file. */
+INLINE uint16_t ggml_sixteen_bits(const uint8_t *row, long k) {
+  uint16_t number;
+  memcpy(&number, row + 2 * k, sizeof number);
+  return number;
+}
+
 /* y [count, ins]: rows of a matrix in a file, as the file's numbers stand for. */
 void draftproof_ggml_rows(const uint8_t *from, const int64_t *ids, float *y, long count, long ins, long type) {
   const ggml_type *t = ggml_type_of(type);
   const ggml_form f = ggml_forms[t->form];
   const long size = ins / t->elements * t->bytes;
   ggml_decoded b;
-  for (long i = 0; i < count; i++)
+  for (long i = 0; i < count && f.bits == 16; i++)
+    for (long k = 0; k < ins; k++) {
+      const uint16_t number = ggml_sixteen_bits(from + ids[i] * size, k);
+      y[i * ins + k] = f.is_wide ? bfloat16_value(number) : half_value(number);
+    }
+  for (long i = 0; i < count && f.bits < 16; i++)
     for (long start = 0; start < ins; start += t->elements) {
       ggml_decode(t->type, from + ids[i] * size + start / t->elements * t->bytes, &b);
       for (int k = 0; k < t->elements; k++) {
@@ -299,7 +316,9 @@ static void share_repacking(void *given) {
     for (long lane = 0; lane < LANES && block * LANES + lane < r->outs; lane++) {
       const long out = block * LANES + lane;
       const uint8_t *row = r->from + (r->rows ? r->rows[out] : out) * size;
-      for (long start = 0; start < r->ins; start += t->elements, row += t->bytes) {
+      for (long k = 0; k < r->ins && f.bits == 16; k++)
+        ((uint16_t *)(r->to + block * next))[k * LANES + lane] = ggml_sixteen_bits(row, k);
+      for (long start = 0; start < r->ins && f.bits < 16; start += t->elements, row += t->bytes) {
         uint8_t *at = r->to + block * next + start / piece * ggml_piece_size(f);
         uint16_t *halves = (uint16_t *)at + lane;
         ggml_decode(t->type, row, &b);
@@ -502,6 +521,44 @@ INLINE void ggml_levels_tile(const ggml_inputs *x, const uint8_t *w, long ins, l
     for (int b = 0; b < blocks; b++) sums[m * blocks + b] = sum[m][b];
 }
 
+/* `ggml_tile` with weights that are floats, and with inputs as they are; inputs take turns among sums. */
+INLINE void ggml_floats_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row, floats *sums, const int rows,
+                             const int blocks, const ggml_form f) {
+  const long next = ggml_block_size(f, ins);
+  const float *inputs[8];
+  floats sum[8][4][GGML_CHAINS];
+#pragma GCC unroll 8
+  for (int m = 0; m < rows; m++) {
+    inputs[m] = x->whole + (row + m) * x->padded;
+    __asm__("" : "+r"(inputs[m])); /* as in ggml_tile */
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++)
+#pragma GCC unroll 2
+      for (int chain = 0; chain < GGML_CHAINS; chain++) sum[m][b][chain] = zeros();
+  }
+  for (long start = 0; start < next / 32; start += 8) {
+    const uint8_t *body = w + 32 * start;
+    const long ahead = ahead_of(w + next - body, (blocks - 1) * next);
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; k++) {
+#pragma GCC unroll 4
+      for (int b = 0; b < blocks; b++) {
+        const uint8_t *at = body + b * next + 32 * k;
+        if (k % 2 == 0) __builtin_prefetch(at + ahead);
+        const floats weights = f.is_wide ? load_bfloat16((const bfloat16 *)at) : load_half(at);
+#pragma GCC unroll 8
+        for (int m = 0; m < rows; m++)
+          sum[m][b][k % GGML_CHAINS] = multiply_add(weights, splat(inputs[m][start + k]), sum[m][b][k % GGML_CHAINS]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++)
+      sums[m * blocks + b] = GGML_CHAINS > 1 ? add(sum[m][b][0], sum[m][b][GGML_CHAINS - 1]) : sum[m][b][0];
+}
+
 /* Outputs of some rows of inputs and some neighbouring blocks of 16 outputs: sums [rows, blocks]. */
 INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row, floats *sums, const int rows,
                       const int blocks, const ggml_form f) {
@@ -609,7 +666,9 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
 typedef void (*ggml_tile_fn)(const ggml_inputs *, const uint8_t *, long, long, floats *);
 #define TILE(form, rows, blocks)                                                                                          \
   static void ggml_tile_##form##_##rows##_##blocks(const ggml_inputs *x, const uint8_t *w, long ins, long row, floats *sums) { \
-    if (ggml_forms[form].levels)                                                                                          \
+    if (ggml_forms[form].bits == 16)                                                                                      \
+      ggml_floats_tile(x, w, ins, row, sums, rows, blocks, ggml_forms[form]);                                             \
+    else if (ggml_forms[form].levels)                                                                                     \
       ggml_levels_tile(x, w, ins, row, sums, rows, blocks, ggml_forms[form]);                                             \
     else                                                                                                                  \
       ggml_tile(x, w, ins, row, sums, rows, blocks, ggml_forms[form]);                                                    \
