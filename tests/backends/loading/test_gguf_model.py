@@ -31,7 +31,7 @@ from draftproof.profiling.tensor_memory import tensor_memory
 from draftproof.sampling import default_params
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.tree import TokenTree
-from support.gguf_files import BF16, F16, METADATA, write_model
+from support.gguf_files import BF16, F16, METADATA, write_llama, write_model
 from support.helpers import random_model
 
 BASE = {
@@ -516,6 +516,14 @@ def test_it_is_left_to_transformers_where_that_was_asked_for(written, monkeypatc
     monkeypatch.setenv(VARIABLE, "0")
     with pytest.raises(UnreadError, match="native operations are off"):
         read_model(file, name="x", dtype=torch.float32)
+
+
+def test_an_unknown_tokenizer_is_said_before_weights_are_read(tmp_path, monkeypatch):
+    path = tmp_path / "x.gguf"
+    write_llama(path, **{"tokenizer.ggml.pre": "of-nobody"})
+    monkeypatch.setattr("draftproof.backends.loading.load.in_own_numbers", pytest.fail)
+    with pytest.raises(UserError, match="names the pre-tokenizer 'of-nobody'"):
+        Engine.load(str(path))
 
 
 def test_sampling_settings_in_the_file_are_its_defaults(tmp_path, written):
