@@ -9,7 +9,7 @@
 
 #define WITH_AMX
 
-/* Tile registers of a thread, and the six instructions on them that are used. Sums are made as the processor makes them:
+/* Tile registers of a thread, and the instructions on them that are used. Sums of floats are made as the processor makes them:
    those of even and of odd inputs apart, over one instruction's inputs, then both added to what was there. */
 static __thread struct {
   uint16_t row_bytes[8];
@@ -56,6 +56,18 @@ static inline void emulated_tile_dpbf16ps(int sums, int rows, int weights) {
     }
 }
 
+static inline void emulated_tile_dpbssd(int sums, int rows, int weights) {
+  for (int row = 0; row < tiles.rows[sums]; row++)
+    for (int out = 0; out < tiles.row_bytes[sums] / 4; out++) {
+      int32_t sum;
+      unsigned char *at = tiles.data[sums][row] + 4 * out;
+      memcpy(&sum, at, sizeof sum);
+      for (int k = 0; k < tiles.row_bytes[rows]; k++)
+        sum += (int8_t)tiles.data[rows][row][k] * (int8_t)tiles.data[weights][k / 4][4 * out + k % 4];
+      memcpy(at, &sum, sizeof sum);
+    }
+}
+
 #undef _tile_loadconfig
 #define _tile_loadconfig emulated_tile_loadconfig
 #undef _tile_release
@@ -68,5 +80,7 @@ static inline void emulated_tile_dpbf16ps(int sums, int rows, int weights) {
 #define _tile_stored emulated_tile_stored
 #undef _tile_dpbf16ps
 #define _tile_dpbf16ps emulated_tile_dpbf16ps
+#undef _tile_dpbssd
+#define _tile_dpbssd emulated_tile_dpbssd
 
 #endif

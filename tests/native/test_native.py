@@ -1354,7 +1354,7 @@ def test_the_best_level_that_the_processor_runs_is_chosen(monkeypatch):
     monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(library, "_tiles_allowed", lambda: True)
     for flags, name in (
-        (all_of_v4 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"}, "x86-64-v4-amx"),
+        (all_of_v4 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}, "x86-64-v4-amx"),
         (all_of_v4 | {"avx512_vnni", "avx512_bf16", "amx_tile"}, "x86-64-v4-bf16"),
         (all_of_v4 | {"avx512_vnni", "avx512_bf16", "AuthenticAMD"}, "x86-64-v4-bf16"),
         (all_of_v4 | {"avx512_vnni", "avx512_bf16", "GenuineIntel"}, "x86-64-v4-fma"),
@@ -1391,7 +1391,7 @@ def test_without_leave_to_use_tile_registers_another_level_serves(monkeypatch):
 @pytest.mark.builds
 def test_a_matrix_unit_that_the_build_does_not_use_is_left_to_onednn(kept, fresh):
     flags, best = library.processor() | {"amx_bf16"}, PLACE
-    without = dataclasses.replace(best, needs=best.needs - {"amx_tile", "amx_bf16"})
+    without = dataclasses.replace(best, needs=best.needs - {"amx_tile", "amx_bf16", "amx_int8"})
     fresh.setattr(library, "processor", lambda: flags)
     fresh.setattr(library, "LEVELS", (without,))
     assert layout(torch.bfloat16) != "native"

@@ -57,6 +57,7 @@ _LINUX_FLAGS = {  # of compilers' names of instructions, where they are not the 
     "avxvnni": "avx_vnni",
     "amx-tile": "amx_tile",
     "amx-bf16": "amx_bf16",
+    "amx-int8": "amx_int8",
 }
 
 
@@ -73,7 +74,7 @@ def _arm(name: str, march: str, *needs: str) -> Level:
 _V3 = ("avx2", "fma", "f16c")
 _V4 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma")
 LEVELS = (  # best first
-    _level("x86-64-v4-amx", *_V4, "avx512vnni", "avx512bf16", "amx-tile", "amx-bf16"),
+    _level("x86-64-v4-amx", *_V4, "avx512vnni", "avx512bf16", "amx-tile", "amx-bf16", "amx-int8"),
     # Intel's dot products of bfloat16 numbers are slower than float32 products (c/wide_products.h).
     _level("x86-64-v4-fma", *_V4, "avx512vnni", "avx512bf16", vendor="GenuineIntel", defined=("WIDE_PRODUCTS",)),
     _level("x86-64-v4-bf16", *_V4, "avx512vnni", "avx512bf16"),

@@ -408,8 +408,8 @@ static int ggml_tile_rows(long left) {
 #endif
 }
 
-/* Inputs in 8 bits: numbers [rows, padded], a scale for each 32 of a row, and for each 32 and each 16 the sum of the numbers,
-   negated, and the sum times the scale; or, AS_FLOATS, [rows, padded]. There are rows for a whole tile; ggml_inputs_size of
+/* Inputs in 8 bits: numbers [rows, padded]; [groups, rows] scales for each 32 of a row, and for each 32 and each 16 the sum of the
+   numbers, negated, and the sum times the scale; or, AS_FLOATS, [rows, padded]. There are rows for a whole tile; ggml_inputs_size of
    structures.py is the size of their memory. */
 typedef struct {
   int kind;
@@ -443,11 +443,17 @@ static void ggml_clear_beyond(const ggml_inputs *x, long rows) {
     return;
   }
   memset(x->numbers + rows * x->padded, 0, more * (size_t)x->padded);
-  memset(x->scales + rows * (long)groups, 0, more * groups * sizeof(float));
-  memset(x->sums + rows * (long)groups, 0, more * groups * sizeof(float));
-  memset(x->half_sums + rows * 2 * (long)groups, 0, more * 2 * groups * sizeof(float));
-  memset(x->less + rows * (long)groups, 0, more * groups * sizeof(int32_t));
-  memset(x->half_less + rows * 2 * (long)groups, 0, more * 2 * groups * sizeof(int32_t));
+  for (size_t g = 0; g < groups; g++) {
+    const long at = (long)g * x->rows + rows;
+    memset(x->scales + at, 0, more * sizeof(float));
+    memset(x->sums + at, 0, more * sizeof(float));
+    memset(x->less + at, 0, more * sizeof(int32_t));
+  }
+  for (size_t g = 0; g < 2 * groups; g++) {
+    const long at = (long)g * x->rows + rows;
+    memset(x->half_sums + at, 0, more * sizeof(float));
+    memset(x->half_less + at, 0, more * sizeof(int32_t));
+  }
 }
 
 /* Numbers 4 t to 4 t + 3 of a group of each output, from its lines. */
@@ -461,6 +467,27 @@ INLINE units ggml_unit(ggml_form f, units halves, units higher, const int t) {
 INLINE floats ggml_sixteen_steps(ggml_form f, const uint8_t *steps, long g) {
   if (f.is_whole) return load_float((const float *)steps);
   return f.is_wide ? load_bfloat16((const bfloat16 *)(steps + 32 * g)) : load_half(steps + 32 * g);
+}
+
+/* What a piece's steps have in common where bytes multiply them. */
+typedef struct {
+  floats step, lowest;
+} ggml_piece_steps;
+INLINE ggml_piece_steps ggml_steps_of(ggml_form f, const uint8_t *steps) {
+  ggml_piece_steps made = {zeros(), zeros()};
+  if (f.by_byte) made.step = load_half(steps);
+  if (f.by_byte && f.has_least) made.lowest = load_half(steps + 32);
+  return made;
+}
+/* The scales and the least values of a group of a piece. */
+INLINE floats ggml_scale(ggml_form f, const uint8_t *steps, ggml_piece_steps piece, long g) {
+  const uint8_t *bytes = steps + 32 * (1 + f.has_least) + LANES * g;
+  if (!f.by_byte) return ggml_sixteen_steps(f, steps, g);
+  return mul(piece.step, f.is_signed ? load_signed_bytes((const int8_t *)bytes) : load_bytes(bytes));
+}
+INLINE floats ggml_least(ggml_form f, const uint8_t *steps, ggml_piece_steps piece, long g) {
+  if (!f.by_byte) return load_half(steps + 32 * (f.groups + g));
+  return mul(piece.lowest, load_bytes(steps + 64 + LANES * (f.groups + g)));
 }
 
 /* `ggml_tile` with levels, and with inputs as they are. Inputs of a group take turns among sums, so that additions need not wait
@@ -562,7 +589,7 @@ INLINE void ggml_floats_tile(const ggml_inputs *x, const uint8_t *w, long ins, l
 /* Outputs of some rows of inputs and some neighbouring blocks of 16 outputs: sums [rows, blocks]. */
 INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row, floats *sums, const int rows,
                       const int blocks, const ggml_form f) {
-  const long next = ggml_block_size(f, ins), pieces = next / ggml_piece_size(f), groups = x->padded / GGML_GROUP;
+  const long next = ggml_block_size(f, ins), pieces = next / ggml_piece_size(f);
   const long halves = f.group < GGML_GROUP ? 2 : 1;
   const int offset = f.bits < 8 ? f.offset : f.offset - (f.is_whole ? WHOLE_BYTE_OFFSET : BYTE_OFFSET);
   floats sum[8][4];
@@ -576,13 +603,9 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
 #pragma GCC unroll 4
       for (int b = 0; b < blocks; b++)
         __builtin_prefetch(steps + b * next + ahead + ahead_of(w + next - steps - ahead, (blocks - 1) * next));
-    floats step[4], lowest[4];
-    if (f.by_byte)
+    ggml_piece_steps in_common[4];
 #pragma GCC unroll 4
-      for (int b = 0; b < blocks; b++) {
-        step[b] = load_half(steps + b * next);
-        if (f.has_least) lowest[b] = load_half(steps + b * next + 32);
-      }
+    for (int b = 0; b < blocks; b++) in_common[b] = ggml_steps_of(f, steps + b * next);
     for (long g = 0; g < f.groups; g++) {
       const uint8_t *body = steps + ggml_steps(f) + g * ggml_numbers(f);
       const int8_t *numbers = x->numbers + row * x->padded + piece * ggml_piece(f) + g * f.group;
@@ -596,8 +619,8 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
         __asm__("" : "+r"(inputs[m])); /* one register for each row; else GCC computes an address for each unit of each */
         units first = no_units();
         if (offset) {
-          const int32_t *less = halves > 1 ? x->half_less + (row + m) * 2 * groups : x->less + (row + m) * groups;
-          first = shifted_up(splat_unit(less + of_row), __builtin_ctz((unsigned)offset));
+          const int32_t *less = halves > 1 ? x->half_less : x->less;
+          first = shifted_up(splat_unit(less + of_row * x->rows + row + m), __builtin_ctz((unsigned)offset));
         }
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; b++) {
@@ -638,21 +661,14 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
       }
 #pragma GCC unroll 4
       for (int b = 0; b < blocks; b++) {
-        floats scale, least;
-        if (f.by_byte) {
-          const uint8_t *bytes = steps + b * next + 32 * (1 + f.has_least) + LANES * g;
-          scale = mul(step[b], f.is_signed ? load_signed_bytes((const int8_t *)bytes) : load_bytes(bytes));
-          if (f.has_least) least = mul(lowest[b], load_bytes(bytes + LANES * f.groups));
-        } else {
-          scale = ggml_sixteen_steps(f, steps + b * next, g);
-          if (f.has_least) least = load_half(steps + b * next + 32 * (f.groups + g));
-        }
+        const floats scale = ggml_scale(f, steps + b * next, in_common[b], g);
+        const floats least = f.has_least ? ggml_least(f, steps + b * next, in_common[b], g) : zeros();
 #pragma GCC unroll 8
         for (int m = 0; m < rows; m++) {
-          const float *of_inputs = halves > 1 ? x->half_sums + (row + m) * 2 * groups : x->sums + (row + m) * groups;
-          const floats whole = mul(from_units(total[m][b]), splat(x->scales[(row + m) * groups + of_row / halves]));
+          const float *of_inputs = (halves > 1 ? x->half_sums : x->sums) + of_row * x->rows + row;
+          const floats whole = mul(from_units(total[m][b]), splat(x->scales[of_row / halves * x->rows + row + m]));
           sum[m][b] = multiply_add(whole, scale, sum[m][b]);
-          if (f.has_least) sum[m][b] = multiply_add(least, splat(of_inputs[of_row]), sum[m][b]);
+          if (f.has_least) sum[m][b] = multiply_add(least, splat(of_inputs[m]), sum[m][b]);
         }
       }
     }
@@ -682,3 +698,16 @@ GGML_FORMS(TILES)
 static const ggml_tile_fn ggml_tiles[GGML_FORM_COUNT][GGML_ROWS + 1][5] = {GGML_FORMS(TILES)};
 #undef TILES
 #undef NAMED
+
+#ifdef WITH_AMX
+#include "matrix_bytes.h"
+#endif
+
+/* How many rows take turns with each weight that is read: their inputs stay near the processor. */
+static long ggml_rows_together(const ggml_inputs *x) {
+  const long near = (1 << (x->kind == AS_FLOATS ? 16 : 18)) / x->padded;
+#ifdef WITH_AMX
+  if (x->kind != AS_FLOATS) return OPENED_ROWS;
+#endif
+  return near > GGML_ROWS ? near / GGML_ROWS * GGML_ROWS : GGML_ROWS;
+}

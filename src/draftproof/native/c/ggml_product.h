@@ -35,7 +35,7 @@ static void NAME(ggml_round)(const NAME(ggml_product) * p, long row) {
   }
   const float of_row = to->kind == BY_ROW ? NAME(ggml_scale_of_row)(x, p->ins) : 0;
   for (long start = 0; start < to->padded; start += GGML_GROUP) {
-    const long here = p->ins - start < 0 ? 0 : p->ins - start, group = (row * to->padded + start) / GGML_GROUP;
+    const long here = p->ins - start < 0 ? 0 : p->ins - start, place = start / GGML_GROUP * to->rows + row;
     floats top = zeros(), v[2];
     for (int half = 0; half < 2; half++) {
       v[half] = here > LANES * half ? NAME(load_first)(x + start + LANES * half, here - LANES * half) : zeros();
@@ -47,12 +47,13 @@ static void NAME(ggml_round)(const NAME(ggml_product) * p, long row) {
       v[half] = of_row > 0 ? smaller(nearest(quotient(v[half], splat(of_row))), splat(127)) : nearest(mul(v[half], splat(by)));
       store_bytes(to->numbers + row * to->padded + start + LANES * half, v[half]);
       sum[half] = sum_of(v[half]);
-      to->half_sums[2 * group + half] = scale * sum[half];
-      to->half_less[2 * group + half] = (int32_t)-sum[half];
+      const long of_half = (start / LANES + half) * to->rows + row;
+      to->half_sums[of_half] = scale * sum[half];
+      to->half_less[of_half] = (int32_t)-sum[half];
     }
-    to->scales[group] = scale;
-    to->sums[group] = scale * (sum[0] + sum[1]);
-    to->less[group] = (int32_t)(-sum[0] - sum[1]);
+    to->scales[place] = scale;
+    to->sums[place] = scale * (sum[0] + sum[1]);
+    to->less[place] = (int32_t)(-sum[0] - sum[1]);
   }
 }
 
@@ -62,11 +63,37 @@ static void NAME(share_ggml_rounding)(void *given) {
   for (long row = p->rows * number / count; row < p->rows * (number + 1) / count; row++) NAME(ggml_round)(p, row);
 }
 
-/* Blocks of one segment, for some rows: `block` counts in the segment, `out` is its first output in the product. */
+#ifdef WITH_AMX
+/* `ggml_blocks` on the matrix unit. */
+static void NAME(ggml_opened_blocks)(const NAME(ggml_product) * p, int segment, long out, long block, long stop, long row, long last) {
+  const int form = ggml_type_of(p->w->of[segment].type)->form;
+  const long next = ggml_block_size(ggml_forms[form], p->ins);
+  float sums[OPENED_ROWS * OPENED_BLOCKS * LANES] __attribute__((aligned(64)));
+  for (int blocks; block < stop; block += blocks) {
+    blocks = stop - block < OPENED_BLOCKS ? (int)(stop - block) : OPENED_BLOCKS;
+    ggml_opened_sums(&p->inputs, p->w->of[segment].w + block * next, p->ins, form, row, last, blocks, sums);
+    const float *at = sums;
+    for (long tile = row; tile < last; tile += HEIGHT)
+      for (int b = 0; b < blocks; b++, at += HEIGHT * LANES) {
+        const long start = ggml_start_of_tile(row, last, (tile - row) / HEIGHT);
+        for (long m = tile - start; m < HEIGHT; m++)
+          NAME(write)(load_float(at + m * LANES), p->bias, p->onto, p->y, start + m, p->outs, out + (block + b) * LANES);
+      }
+  }
+}
+#endif
+
+/* Blocks of one segment, for some rows: `block` counts in the segment, `out` is the segment's first output in the product. */
 static void NAME(ggml_blocks)(const NAME(ggml_product) * p, int segment, long out, long block, long stop, long row, long last) {
   const int form = ggml_type_of(p->w->of[segment].type)->form;
   const long next = ggml_block_size(ggml_forms[form], p->ins);
   floats sums[8 * 4];
+#ifdef WITH_AMX
+  if (!ggml_forms[form].levels && last - row >= OPENED_LEAST) {
+    NAME(ggml_opened_blocks)(p, segment, out, block, stop, row, last);
+    return;
+  }
+#endif
   while (row < last) {
     const long left = last - row;
     const int rows = ggml_tile_rows(left);
@@ -87,7 +114,7 @@ static void NAME(ggml_blocks)(const NAME(ggml_product) * p, int segment, long ou
 
 /* Blocks of one matrix for the rows of its group, so many at once as stay near the processor. */
 static void NAME(ggml_of_group)(const NAME(ggml_product) * p, const int64_t *group, long block, long stop) {
-  const long near = (1 << (p->inputs.kind == AS_FLOATS ? 16 : 18)) / p->inputs.padded, chunk = near > GGML_ROWS ? near / GGML_ROWS * GGML_ROWS : GGML_ROWS;
+  const long chunk = ggml_rows_together(&p->inputs);
   NAME(ggml_product) of = *p;
   ggml_matrix w = *p->w;
   of.w = &w;

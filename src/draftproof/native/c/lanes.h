@@ -32,7 +32,7 @@
 #endif
 #ifdef EMULATE_AMX
 #include "emulate_tiles.h"
-#elif defined(WITH_AVX512) && defined(WITH_BF16) && defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#elif defined(WITH_AVX512) && defined(WITH_BF16) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define WITH_AMX
 #endif
 

@@ -136,6 +136,7 @@ INLINE units paired_bfloat16(floats a, floats b) {
 }
 /* Each byte's lower and upper half. */
 INLINE units lower_halves(units v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+INLINE units less_in_bytes(units v, uint8_t less) { return _mm512_sub_epi8(v, _mm512_set1_epi8((char)less)); }
 INLINE units upper_halves(units v) { return lower_halves(_mm512_srli_epi32(v, 4)); }
 /* A quarter of each byte, 0 being the lowest. */
 INLINE units quarters(units v, const int number) {

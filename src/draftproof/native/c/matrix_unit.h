@@ -7,34 +7,14 @@
 
 enum {
   STEP = 32,              /* inputs that one instruction multiplies */
-  HEIGHT = 16,            /* rows of a tile */
   ROWS_BYTES = 512 * 1024 /* of x that are kept near while all weights pass by */
 };
-
-/* Shapes of the tile registers, as the processor wants them. */
-typedef struct {
-  uint8_t palette, first_row, reserved[14];
-  uint16_t row_bytes[16];
-  uint8_t rows[16];
-} tile_shapes;
-
-/* What was written to memory is there, for instructions whose reading the compiler does not see. */
-INLINE void written(const void *at) { __asm__ volatile("" : : "r"(at) : "memory"); }
-#define LOAD_TILE(tile, at, row_bytes)   \
-  do {                                   \
-    written(at);                         \
-    _tile_loadd(tile, at, row_bytes);    \
-  } while (0)
 
 /* Registers 0 to 5 hold rows of x or their sums, 6 and 7 hold weights. */
 static void shape_tiles(long rows) {
   tile_shapes shapes = {.palette = 1};
-  for (int t = 0; t < 8; t++) {
-    shapes.row_bytes[t] = LANES * sizeof(float);
-    shapes.rows[t] = t < 6 ? (uint8_t)rows : HEIGHT;
-  }
-  written(&shapes);
-  _tile_loadconfig(&shapes);
+  for (int t = 0; t < 8; t++) shape_tile(&shapes, t, t < 6 ? rows : HEIGHT, LANES * sizeof(float));
+  take_shapes(&shapes);
 }
 
 INLINE void prefetch_tile(const bfloat16 *w, long ahead) {

@@ -4,6 +4,9 @@
 
 #include "lanes.h"
 #include "parallel.h"
+#ifdef WITH_AMX
+#include "tiles.h"
+#endif
 
 enum { AHEAD = 3584, SMALL = 1 << 16, BLOCK = 512, MOST_DIM = 512, MOST_STATE = 256, MOST_EXPERTS = 1024 };
 enum { MOST_INPUTS = 4, MOST_KERNEL = 8 };
