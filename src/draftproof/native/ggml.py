@@ -40,14 +40,14 @@ TYPES = {
     6: GGMLType("Q5_0", 32, 22, 64, 704),
     7: GGMLType("Q5_1", 32, 24, 64, 768),
     8: GGMLType("Q8_0", 32, 34, 64, 1088),
-    10: GGMLType("Q2_K", 256, 84, 256, 2624),
-    11: GGMLType("Q3_K", 256, 110, 256, 3392),
+    10: GGMLType("Q2_K", 256, 84, 256, 1600),
+    11: GGMLType("Q3_K", 256, 110, 256, 2368),
     12: GGMLType("Q4_K", 256, 144, 256, 2368),
     13: GGMLType("Q5_K", 256, 176, 256, 2880),
     14: GGMLType("Q6_K", 256, 210, 256, 3392),
-    20: GGMLType("IQ4_NL", 32, 18, 64, 1088),
-    23: GGMLType("IQ4_XS", 256, 136, 256, 4288),
-    39: GGMLType("MXFP4", 32, 17, 64, 704),
+    20: GGMLType("IQ4_NL", 32, 18, 64, 576),
+    23: GGMLType("IQ4_XS", 256, 136, 256, 2240),
+    39: GGMLType("MXFP4", 32, 17, 64, 576),
 }
 """By the number that files have for a type (gguf.GGMLQuantizationType)."""
 
