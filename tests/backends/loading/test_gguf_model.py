@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -516,6 +517,27 @@ def test_it_is_left_to_transformers_where_that_was_asked_for(written, monkeypatc
     monkeypatch.setenv(VARIABLE, "0")
     with pytest.raises(UnreadError, match="native operations are off"):
         read_model(file, name="x", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama, tied"])
+def test_a_bar_counts_the_tensors_of_a_large_file_on_a_terminal(kind, written, monkeypatch):
+    file, seen = GGUFFile(written(kind)[1]), []
+
+    @contextmanager
+    def watch(title, total, done):
+        seen.append((title, total, done))
+        yield seen.append
+
+    monkeypatch.setattr("draftproof.backends.loading.gguf_model.bar", watch)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    in_own_numbers(file, "x.gguf", LoadOptions())
+    assert not seen, "a small file is read at once"
+    monkeypatch.setattr("draftproof.backends.loading.gguf_model._LARGE", 0)
+    in_own_numbers(file, "x.gguf", LoadOptions())
+    assert seen == [("reading x.gguf", len(file.tensors), 0), *range(1, len(file.tensors) + 1)]
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
+    in_own_numbers(file, "x.gguf", LoadOptions())
+    assert len(seen) == len(file.tensors) + 1, "elsewhere it shows nothing"
 
 
 def test_an_unknown_tokenizer_is_said_before_weights_are_read(tmp_path, monkeypatch):

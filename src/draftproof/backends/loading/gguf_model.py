@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,8 +42,10 @@ from draftproof.errors import UserError
 from draftproof.models.gguf_file import GGUFFile, TensorEntry, generation_config
 from draftproof.native.operations import Operations
 from draftproof.native.threads import limit_threads
+from draftproof.progress import bar, silent
 
 _log = logging.getLogger(__name__)
+_LARGE = 1 << 30  # bytes of a file from which on reading takes seconds
 _SCALED_BY_TRANSFORMERS = ("gpt-oss",)  # architectures whose `rope.scaling` transformers reads
 _FULL = "the weights of %s are read as full ones, by transformers: %s"
 
@@ -151,8 +154,11 @@ def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> SlotBacke
         )
         _leave_to_transformers(file, name, why)
         return None
+    large = sum(entry.nbytes for entry in file.tensors.values()) > _LARGE
+    watch = bar if large and sys.stderr is not None and sys.stderr.isatty() else silent
     try:
-        return read(file, name=name, dtype=dtype, activations=options.activations, check=options.check)
+        with watch(f"reading {name}", len(file.tensors), 0) as tick:
+            return read(file, name=name, dtype=dtype, activations=options.activations, check=options.check, tick=tick)
     except UnreadError as cause:
         if file.of_architecture("expert_count"):
             raise UserError(
@@ -179,13 +185,19 @@ def _leave_to_transformers(file: GGUFFile, name: str, why: str) -> None:
 
 
 def read_model(
-    file: GGUFFile, *, name: str, dtype: torch.dtype, activations: str = ACTIVATIONS[0], check: bool = True
+    file: GGUFFile,
+    *,
+    name: str,
+    dtype: torch.dtype,
+    activations: str = ACTIVATIONS[0],
+    check: bool = True,
+    tick: Callable[[int], object] | None = None,
 ) -> LeanForward:
     """The model in a file, with its own numbers.
 
     With activations "int8" the inputs of products are rounded to 8 bits, in groups of 32; "float" multiplies the same
     weights without that, as a reference, and they take the memory of `dtype` then. With `check`, a product of each type
-    is compared with torch's.
+    is compared with torch's. `tick` is told how many tensors were read.
 
     Raises:
         UnreadError: an architecture, a type or a kind of angle that is not known here, or native operations are off.
@@ -197,6 +209,7 @@ def read_model(
         raise UnreadError("it has no token_embd.weight")
     if check:
         weights.check()
+    weights.tick = tick
     return own_forward(
         weights,
         architecture,

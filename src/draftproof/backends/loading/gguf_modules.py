@@ -482,7 +482,13 @@ ARCHITECTURES = {name: family.backend[0].kind for name, family in _ARCHITECTURES
 
 
 def read_modules(
-    file: GGUFFile, *, name: str, dtype: torch.dtype, activations: str = ACTIVATIONS[0], check: bool = True
+    file: GGUFFile,
+    *,
+    name: str,
+    dtype: torch.dtype,
+    activations: str = ACTIVATIONS[0],
+    check: bool = True,
+    tick: Callable[[int], object] | None = None,
 ) -> HFBackend:
     """The model in a file, with its own numbers; arguments as of `gguf_model.read_model`.
 
@@ -492,6 +498,7 @@ def read_modules(
     tensors = FileTensors(file, dtype, dense=activations == "float")
     if check:
         tensors.check()
+    tensors.tick = tick
     family = _ARCHITECTURES[file.get("general.architecture")]
     model = _Filling(tensors, family, dtype).model
     for key, value in generation_config(file).items():

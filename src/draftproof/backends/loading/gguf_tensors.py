@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,7 @@ class FileTensors:
     """The tensors of a file, by the names that it has for them.
 
     Args:
+        file: which has them.
         dtype: of what products make.
         dense: whether matrices are read into memory, as the numbers that they stand for.
 
@@ -55,6 +57,8 @@ class FileTensors:
         if native.operations_for(torch.empty(0, dtype=dtype)) is None:
             raise UnreadError(f"native operations are off or not available for {dtype} ({native.VARIABLE})")
         self.file = file
+        self.tick: Callable[[int], object] | None = None  # told how many matrices were asked for
+        self._asked = 0
         self._dtype = dtype
         self._dense = dense
         unknown = {entry.type for entry in file.tensors.values()} - set(TYPES) - set(FLOATS)
@@ -82,6 +86,9 @@ class FileTensors:
 
     def matrix(self, place: str, rows: Tensor | None = None) -> StoredMatrix | Tensor:
         """A matrix; one of blocks, or of 16 bits, stays in the file. `rows` says which stored row each output is."""
+        self._asked += 1
+        if self.tick is not None:
+            self.tick(self._asked)
         entry = self.file.tensors[place]
         if place.endswith(".bias") or not _is_stored(entry):
             made = self.floats(place)
