@@ -187,23 +187,24 @@ static void ggml_decode(int type, const uint8_t *b, ggml_decoded *to) {
           numbers[64 * c + 32 + i] = low[32 * c + i] >> 4;
         }
       if (type == Q5_K)
-        for (int i = 0; i < 256; i++) numbers[i] |= (uint8_t)((high[i % 32] >> (i / 32) & 1) << 4);
+        for (int c = 0; c < 8; c++)
+          for (int i = 0; i < 32; i++) numbers[32 * c + i] |= (uint8_t)((high[i] >> c & 1) << 4);
       break;
     }
     case Q6_K:
-      for (int i = 0; i < 256; i++) {
-        const int half = i / 128, k = i / 32 % 4, l = i % 32;
-        const uint8_t low = b[64 * half + l + 32 * (k & 1)], high = b[128 + 32 * half + l];
-        numbers[i] = (uint8_t)((k < 2 ? low & 15 : low >> 4) | (high >> 2 * k & 3) << 4);
+      for (int c = 0; c < 8; c++) {
+        const uint8_t *low = b + 64 * (c / 4) + 32 * (c % 2), *high = b + 128 + 32 * (c / 4);
+        const int up = 4 * (c / 2 % 2), of_high = 2 * (c % 4);
+        for (int i = 0; i < 32; i++) numbers[32 * c + i] = (uint8_t)((low[i] >> up & 15) | (high[i] >> of_high & 3) << 4);
       }
       memcpy(to->steps, b + 192, 16);
       to->step = two_bytes(b + 208);
       break;
     case Q3_K:
-      for (int i = 0; i < 256; i++) {
-        const int half = i / 128, k = i / 32 % 4, l = i % 32;
-        const int two = b[32 + 32 * half + l] >> 2 * k & 3, set = b[l] >> (4 * half + k) & 1;
-        numbers[i] = (uint8_t)(two + 4 * set);
+      for (int c = 0; c < 8; c++) {
+        const uint8_t *two = b + 32 + 32 * (c / 4);
+        const int of_two = 2 * (c % 4);
+        for (int i = 0; i < 32; i++) numbers[32 * c + i] = (uint8_t)((two[i] >> of_two & 3) | (b[i] >> c & 1) << 2);
       }
       for (int j = 0; j < 16; j++) {
         const uint8_t *s = b + 96;
@@ -213,7 +214,11 @@ static void ggml_decode(int type, const uint8_t *b, ggml_decoded *to) {
       to->step = two_bytes(b + 108);
       break;
     case Q2_K:
-      for (int i = 0; i < 256; i++) numbers[i] = b[16 + 32 * (i / 128) + i % 32] >> 2 * (i / 32 % 4) & 3;
+      for (int c = 0; c < 8; c++) {
+        const uint8_t *two = b + 16 + 32 * (c / 4);
+        const int of_two = 2 * (c % 4);
+        for (int i = 0; i < 32; i++) numbers[32 * c + i] = two[i] >> of_two & 3;
+      }
       for (int j = 0; j < 16; j++) {
         to->steps[j] = b[j] & 15;
         to->leasts[j] = b[j] >> 4;
@@ -337,19 +342,22 @@ static void share_repacking(void *given) {
           if (f.has_least) halves[LANES * (f.groups + first)] = b.least;
         }
         for (long g = 0; g < of_block; g++) {
-          uint8_t *body = at + ggml_steps(f) + (first + g) * ggml_numbers(f) + 4 * lane;
-          uint8_t *higher = body + 8 * f.group;
-          for (int k = 0; k < f.group; k++) {
-            const uint8_t n = b.numbers[g * f.group + k];
-            if (f.bits == 8)
-              body[64 * (k / 4) + k % 4] = n;
-            else if (f.bits == 2)
-              body[k % 4] |= (uint8_t)(n << 2 * (k / 4));
-            else
-              body[64 * (k / 8) + k % 4] |= (uint8_t)((n & 15) << 4 * (k / 4 % 2));
-            if (f.bits == 5) higher[k % 4] |= (uint8_t)(n >> 4 << k / 4);
-            if (f.bits == 6) higher[k % 4] |= (uint8_t)(n >> 4 << 2 * (k / 4));
+          uint32_t *body = (uint32_t *)(at + ggml_steps(f) + (first + g) * ggml_numbers(f)) + lane, lower = 0, higher = 0;
+          for (int t = 0; t < f.group / 4; t++) { /* four numbers at once */
+            uint32_t four;
+            memcpy(&four, b.numbers + g * f.group + 4 * t, sizeof four);
+            if (f.bits == 8) {
+              body[LANES * t] = four;
+            } else if (f.bits == 2) {
+              lower |= four << 2 * t;
+            } else {
+              lower = t % 2 ? lower | (four & 0x0f0f0f0f) << 4 : four & 0x0f0f0f0f;
+              if (t % 2) body[LANES * (t / 2)] = lower;
+              higher |= f.bits == 5 ? (four >> 4 & 0x01010101) << t : f.bits == 6 ? (four >> 4 & 0x03030303) << 2 * t : 0;
+            }
           }
+          if (f.bits == 2) *body = lower;
+          if (f.bits == 5 || f.bits == 6) body[2 * f.group] = higher;
         }
       }
     }
