@@ -7,18 +7,21 @@ still computes the same logits, by way of the moved weights, but cannot be train
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from draftproof.backends.base import Feed, FeedOutput
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.cache.windows import windows_of
+from draftproof.backends.hf.longrope import Switch
 from draftproof.backends.hf.probe import Probe
 from draftproof.backends.lean.checkpoint import Architecture, StateWeights
 from draftproof.backends.lean.layers import Lean
@@ -82,6 +85,16 @@ class LeanForward(SlotBackend):
         self.lean = lean
         self.packs = lean.packs
         self.embed = lean.embed
+        length = lean.traits.length
+        self._switch = Switch(lambda: length) if length else None
+
+    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
+        """See `SlotBackend.forward`; a model with two sets of rotary factors reads with those of each length."""
+        run = partial(super().forward, hidden=hidden)
+        if self._switch is None:
+            return run(feeds)
+        with self._cache.lock:
+            return self._switch.forward(feeds, run, self.open)
 
     @property
     def products(self) -> str:

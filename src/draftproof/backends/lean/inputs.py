@@ -13,7 +13,7 @@ from draftproof import native
 from draftproof.backends.hf.quantized_modules import QuantizedLinear
 from draftproof.backends.lean.mixture import linear_arguments
 from draftproof.backends.lean.traits import UnreadError, is_stock
-from draftproof.backends.products.packed_linear import REORDERED, Part, PlainProduct, Product
+from draftproof.backends.products.packed_linear import REORDERED, Part, PlainProduct, Product, SplitProduct
 from draftproof.native.structures import MOST_INPUTS, InputsArguments
 
 _SMALL = 1 << 18  # numbers of a weight for which a matrix unit gains little
@@ -60,8 +60,10 @@ class Joint:
 
     @classmethod
     def of(cls, product: Product | Joint) -> Joint:
-        """A product alone."""
-        return product if isinstance(product, Joint) else cls([product])
+        """A product alone, or the parts of one that is split."""
+        if isinstance(product, Joint):
+            return product
+        return cls(product.products if isinstance(product, SplitProduct) else [product])
 
     @classmethod
     def of_modules(

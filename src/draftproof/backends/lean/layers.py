@@ -24,6 +24,7 @@ from draftproof import native
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.cache.windows import Windows
+from draftproof.backends.hf.longrope import is_long
 from draftproof.backends.lean.attention import Heads, NativeAttention, Pass
 from draftproof.backends.lean.attention import attention as attention_of
 from draftproof.backends.lean.mixture import Mixture
@@ -32,7 +33,14 @@ from draftproof.backends.lean.rotary import Rope, Rotary
 from draftproof.backends.lean.traits import ACTIVATIONS, LLAMA, Traits, eps_of
 from draftproof.backends.products.calibration import MEASURED_BITS, InputStatistics, MeasuredProduct
 from draftproof.backends.products.calibration_files import measure
-from draftproof.backends.products.packed_linear import REORDERED, Product, fuse, operations_for_stored, product_of
+from draftproof.backends.products.packed_linear import (
+    REORDERED,
+    Product,
+    fuse,
+    operations_for_stored,
+    plain_of,
+    product_of,
+)
 from draftproof.errors import UserError
 from draftproof.native.ggml import StoredMatrix
 from draftproof.native.operations import Operations
@@ -68,8 +76,10 @@ class Lean:
         self.tied = tied
         self.head = product_of(self.embed.weight, pack=pack) if tied else fuse(model, ["lm_head"], pack=pack)
         like = inner.norm.weight
-        angles = [Rotary(torch.tensor(each, device=like.device), scale) for each, scale in traits.angles]
-        self.rope = Rope(angles, like)
+        self.rope, self.long_rope = (
+            Rope([Rotary(torch.tensor(each, device=like.device), scale) for each, scale in angles], like)
+            for angles in (traits.angles, traits.long_angles)
+        )
         self.windows = windows
         kinds = [next(iter(windows.kinds))] * len(inner.layers) if len(windows.kinds) == 1 else layer_kinds
         assert kinds is not None, "a model with several kinds of layer says which is which"
@@ -157,7 +167,7 @@ class Lean:
             layers.append(layer.quantized(bits, inputs))
             yield None
         made = self._of(layers)
-        table = self.embed.weight if self.tied else None
+        table = plain_of(self.embed.weight) if self.tied else None
         if head_bits is None:
             made.head = self.head.quantized_output(bits, table, statistics[_HEAD].found())
         else:
@@ -195,7 +205,8 @@ class Lean:
         """Logits of the requested columns [rows, columns, vocab], and the last hidden state of each column if asked."""
         rows, width = layout.ids.shape
         x = self.enter(layout.ids.view(-1))
-        angles = self.rope(layout.positions.view(-1), layout.plan.horizon)
+        rope = self.long_rope if self.traits.length and is_long() else self.rope
+        angles = rope(layout.positions.view(-1), layout.plan.horizon)
         at = Pass(rows, width, *angles, cache, layout.plan, sequences)
         attention = self.layers[0].attention
         masks = {kind: attention.mask(layout, window, x.dtype) for kind, window in self.windows.now().items()}

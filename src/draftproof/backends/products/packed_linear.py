@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from draftproof import native
 from draftproof.errors import UserError
-from draftproof.native.ggml import AS_FLOATS, LAYOUTS, GGMLWeight, StoredMatrix, why_not_joined
+from draftproof.native.ggml import AS_FLOATS, LAYOUTS, SIXTEEN_BITS, GGMLWeight, StoredMatrix, why_not_joined
 from draftproof.native.operations import NEIGHBOURS, Operations
 from draftproof.native.tensors import Interleaved, MeasuredInputs, Plain, Quantized
 from draftproof.triton.choose import installed as triton_is_installed
@@ -73,21 +73,27 @@ class Product:
     """x W^T + b, for inference.
 
     Args:
-        weight: plain; not kept here where packed weights are supported.
+        weight: plain, or several whose outputs follow one another; not kept here where packed weights are supported.
         pack: whether to pack the weight where that is supported.
     """
 
     def __init__(
-        self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None, *, pack: bool = True
+        self,
+        weight: Float[Tensor, "out in"] | Sequence[Tensor],
+        bias: Float[Tensor, " out"] | None = None,
+        *,
+        pack: bool = True,
     ) -> None:
+        parts = [weight] if isinstance(weight, Tensor) else list(weight)
+        operations = native.operations_for(parts[0]) if pack else None
+        weight = parts[0] if operations is not None else _joined(parts)
         self.bias = bias
         self.layout = "plain"  # of the weight, "native", "oneDNN", "plain" or REORDERED
         self.weight: Any = weight  # a tensor, or in a layout of native/
         self._multiply: Callable[..., Tensor] = F.linear
-        operations = native.operations_for(weight) if pack else None
         if operations is not None:
             self.layout = "native"
-            self.weight = Interleaved.of(weight)
+            self.weight = Interleaved.of(*parts)
             self._multiply = operations.product
         elif pack and packs(weight.dtype, weight.device.type):
             self.layout = "oneDNN"
@@ -356,19 +362,54 @@ def of_stored(
     weights: Sequence[StoredMatrix | Tensor], bias: Tensor | None, *, rows: Int[Tensor, " outs"] | None = None
 ) -> Product:
     """The product of matrices with the same inputs, some of which are stored in few bits; arguments as of `fuse`."""
-    matrices = [weight for weight in weights if isinstance(weight, StoredMatrix)]
     bias = bias if bias is None or rows is None else bias[rows]
-    if len(matrices) < len(weights) or why_not_joined(matrices) is not None:
-        plain = [weight if isinstance(weight, Tensor) else dense(weight) for weight in weights]
-        weight = _joined(plain)
-        return Product(weight if rows is None else weight[rows], bias)
-    if rows is not None:
-        starts = itertools.accumulate((len(each) for each in matrices), initial=0)
-        matrices = [
-            each.in_order(rows[start : start + len(each)] - start)
-            for each, start in zip(matrices, starts, strict=False)
-        ]
-    return StoredProduct(matrices, bias)
+    starts, groups = list(itertools.accumulate((len(each) for each in weights), initial=0)), list[list[Any]]()
+    for weight, (start, stop) in zip(weights, itertools.pairwise(starts), strict=True):
+        mine = weight if rows is None else _in_order(weight, rows[start:stop] - start)
+        if groups and _is_one_product([*groups[-1], mine]):
+            groups[-1].append(mine)
+        else:
+            groups.append([mine])
+    products, start = list[Product](), 0
+    for group in groups:
+        stop = start + sum(len(each) for each in group)
+        part = None if bias is None else bias[start:stop]
+        if _is_plain(group[0]):
+            products.append(Product([plain_of(each) for each in group], part))
+            let_go(group)
+        else:
+            products.append(StoredProduct(group, part))
+        start = stop
+    return products[0] if len(products) == 1 else SplitProduct(products)
+
+
+def _in_order(weight: StoredMatrix | Tensor, rows: Int[Tensor, " outs"]) -> StoredMatrix | Tensor:
+    return weight.in_order(rows) if isinstance(weight, StoredMatrix) else weight[rows]
+
+
+def _is_plain(weight: StoredMatrix | Tensor) -> bool:
+    return isinstance(weight, Tensor) or weight.is_plain
+
+
+def _is_one_product(weights: Sequence[StoredMatrix | Tensor]) -> bool:
+    """Whether neighbouring matrices are read by one product."""
+    if any(_is_plain(each) for each in weights):
+        return all(_is_plain(each) for each in weights)
+    return why_not_joined([each for each in weights if isinstance(each, StoredMatrix)]) is None
+
+
+def plain_of(weight: StoredMatrix | Tensor) -> Float[Tensor, "*out in"]:
+    """A matrix as a tensor: in the map of its file, where its floats are of the type that products make."""
+    if isinstance(weight, Tensor):
+        return weight
+    return weight.plain() if weight.is_plain else dense(weight)
+
+
+def let_go(weights: Sequence[StoredMatrix | Tensor]) -> None:
+    """Let the pages of files go that hold matrices."""
+    for each in weights:
+        if isinstance(each, StoredMatrix) and each.release is not None:
+            each.release()
 
 
 class StoredProduct(Product):
@@ -398,6 +439,8 @@ class StoredProduct(Product):
 
     def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:  # noqa: ARG002 - of Product
         """See `Product`."""
+        if all(each.type in SIXTEEN_BITS for each in self.weight.segments):
+            return f"its weights stay as the file has them ({', '.join(self._types)})"
         return f"its weights have few bits already ({', '.join(self._types)})"
 
     def rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids in"]:
@@ -410,6 +453,37 @@ class StoredProduct(Product):
             weight, ones = self.weight.by_group(), torch.eye(self.weight.ins, dtype=self._operations.dtype)
             return self._multiply(ones, weight, None).t()
         return torch.cat([dense(each) for each in self._matrices])
+
+
+class SplitProduct(Product):
+    """Several products with the same inputs whose weights are of several kinds; their outputs follow one another.
+
+    Args:
+        products: native ones.
+
+    Attributes:
+        products: as given.
+    """
+
+    def __init__(self, products: Sequence[Product]) -> None:
+        self.products = products
+        self.layout = REORDERED if any(each.layout == REORDERED for each in products) else "native"
+        self.bias = None
+        self.weight: Any = None
+        self._latest = None
+        self._multiply = self._split
+
+    def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:
+        """See `Product`."""
+        return next(filter(None, (each.why_not_quantized(bits, group) for each in self.products)), "it is in parts")
+
+    def dense(self) -> Float[Tensor, "out in"]:
+        """See `Product`."""
+        return torch.cat([each.dense() for each in self.products])
+
+    def _split(self, x: Tensor, _: object, __: object, onto: Tensor | None = None) -> Tensor:
+        made = torch.cat([each(x) for each in self.products], -1)
+        return made if onto is None else made.add_(onto)
 
 
 def _multiplied(
@@ -437,16 +511,14 @@ def operations_for_stored(matrix: StoredMatrix) -> Operations:
 def repacked(matrix: StoredMatrix) -> GGMLWeight:
     """A stored matrix in the order in which native products read it; the pages of its file are let go."""
     made = operations_for_stored(matrix).ggml_repacked(matrix)
-    if matrix.release is not None:
-        matrix.release()
+    let_go([matrix])
     return made
 
 
 def dense(matrix: StoredMatrix) -> Float[Tensor, "out in"]:
     """What the numbers of a stored matrix stand for, in its dtype."""
     made = operations_for_stored(matrix).ggml_rows(matrix, torch.arange(len(matrix)))
-    if matrix.release is not None:
-        matrix.release()
+    let_go([matrix])
     return made
 
 
