@@ -32,7 +32,7 @@ from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.lean.traits import UnreadError
 from draftproof.backends.loading.stored_mixtures import with_rounded_experts
 from draftproof.backends.products.linear_layers import linear_layers
-from draftproof.backends.products.packed_linear import Part, PlainProduct, StoredProduct, fuse
+from draftproof.backends.products.packed_linear import Part, PlainProduct, SplitProduct, StoredProduct, fuse
 from draftproof.errors import UserError, reason
 from draftproof.native.structures import PassMask
 
@@ -83,7 +83,7 @@ class StoredWeights(HFBackend):
 def _rounds(module: nn.Module) -> bool:
     """Whether a module rounds its inputs to 8 bits."""
     if isinstance(module, Part):
-        return isinstance(module.product, StoredProduct) and module.product.rounds_inputs
+        return isinstance(module.product, StoredProduct | SplitProduct) and module.product.rounds_inputs
     return isinstance(module, StoredMixture | QuantizedLinear)
 
 

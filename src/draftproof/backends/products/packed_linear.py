@@ -463,11 +463,13 @@ class SplitProduct(Product):
 
     Attributes:
         products: as given.
+        rounds_inputs: whether one of them rounds its inputs.
     """
 
     def __init__(self, products: Sequence[Product]) -> None:
         self.products = products
         self.layout = REORDERED if any(each.layout == REORDERED for each in products) else "native"
+        self.rounds_inputs = any(isinstance(each, StoredProduct) and each.rounds_inputs for each in products)
         self.bias = None
         self.weight: Any = None
         self._latest = None
