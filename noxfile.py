@@ -17,6 +17,14 @@ LOWEST = (
     ),
     *("tests/server/test_server.py", "tests/server/test_server_schema.py", "tests/server/test_responses.py"),
 )
+PYTHONS = ("3.12", "3.13", "3.14")  # beside the oldest, which all other sessions run on
+SHORT = (
+    *("tests/test_sampling.py", "tests/test_finish.py", "tests/test_files.py", "tests/stoppers/test_stoppers.py"),
+    *("tests/engine/test_engine.py", "tests/cli/test_cli.py", "tests/server/test_server.py"),
+    *("tests/native/test_rows.py", "tests/integrations/test_transformers.py"),
+)
+nox.options.error_on_missing_interpreters = False
+nox.options.download_python = "never"
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["format", "lint", "types", "docs"]
 
@@ -35,8 +43,9 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """The type checker."""
+    """The type checker, also with what Python has on Windows."""
     session.run("mypy", *session.posargs)
+    session.run("mypy", "--platform", "win32", "--cache-dir", ".mypy_cache/win32", "src")
 
 
 @nox.session
@@ -71,3 +80,11 @@ def lowest(session: nox.Session) -> None:
     session.install("uv")
     session.run("uv", "pip", "install", "--resolution", "lowest-direct", "-e", ".[dev]")
     session.run("pytest", *(session.posargs or LOWEST), env={"HF_HUB_OFFLINE": "1", "GOMP_SPINCOUNT": "0"})
+
+
+@nox.session(python=PYTHONS, venv_backend="venv")
+def pythons(session: nox.Session) -> None:
+    """A short suite on each later Python in PATH; the others are skipped. Arguments name other tests."""
+    session.install("uv")
+    session.run("uv", "pip", "install", "-q", "-c", "constraints.txt", "-e", ".[dev]")
+    session.run("pytest", "-n", "auto", *(session.posargs or SHORT), env={"HF_HUB_OFFLINE": "1", "GOMP_SPINCOUNT": "0"})

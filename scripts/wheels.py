@@ -5,10 +5,11 @@
 
 Zig's C compiler makes the libraries: the command of the variable ZIG, else the package `ziglang`, which is downloaded
 into a temporary folder where it is not installed. Each wheel is opened again: every level of the system must be there,
-for its kind of processor, in its system's format. A wheel for this system is also installed into a folder, and its
-library must compute in a process that finds no compiler. Where there is QEMU (qemu-user, and the C library of Debian's
-gcc-aarch64-linux-gnu) or Wine (the command of the variable WINE, else wine64), all libraries for it run functions on
-their own threads (scripts/emulate/wheel.c), with the same bits for each number of threads.
+for its kind of processor, in its system's format. Pip must install it for that system, with every module. A wheel for
+this system is also used: its library must compute in a process that finds no compiler. Where there is QEMU (qemu-user,
+and the C library of Debian's gcc-aarch64-linux-gnu) or Wine (the command of the variable WINE, else wine64), all
+libraries for it run functions on their own threads (scripts/emulate/wheel.c), with the same bits for each number of
+threads.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ LEVELS = {
     "arm64-macos": _ARM,
     "x86_64-windows": _X86,
 }
+LIBRARIES = "draftproof/native/built/"
 DRIVER = ROOT / "scripts" / "emulate" / "wheel.c"
 QEMU = ["qemu-aarch64", "-cpu", "max", "-L", "/usr/aarch64-linux-gnu"]
 RUNNERS = {  # and the system's name for Zig
@@ -93,34 +95,59 @@ def check(wheel: Path, system: str) -> dict[str, int]:
     Raises:
         ValueError: the wheel is for another system, or a library is missing or is not what it should be.
     """
-    tag, suffix, beginnings = SYSTEMS[system]
+    tag = SYSTEMS[system][0]
     if not wheel.name.endswith(f"-py3-none-{tag}.whl"):
         raise ValueError(f"{wheel.name}: expected a wheel for {tag}")
-    sizes = {}
     with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            if not name.startswith("draftproof/native/built/"):
-                continue
-            content, level = archive.read(name), name.rpartition("/")[2].removesuffix(suffix)
-            start = struct.unpack_from("<I", content, 60)[0] if content.startswith(b"MZ") else 0
-            for place, expected in beginnings.items():
-                if content[start + place :][: len(expected)] != expected:
-                    raise ValueError(f"{wheel.name}: {name} is not a library for {system}")
-            if b"draftproof_attach" not in content:
-                raise ValueError(f"{wheel.name}: {name} does not have the functions of the library")
-            sizes[level] = len(content)
+        named = [name for name in archive.namelist() if name.startswith(LIBRARIES)]
+        return _sizes(wheel.name, system, {name.removeprefix(LIBRARIES): archive.read(name) for name in named})
+
+
+def _sizes(where: str, system: str, libraries: dict[str, bytes]) -> dict[str, int]:
+    _, suffix, beginnings = SYSTEMS[system]
+    sizes = {}
+    for name, content in libraries.items():
+        start = struct.unpack_from("<I", content, 60)[0] if content.startswith(b"MZ") else 0
+        for place, expected in beginnings.items():
+            if content[start + place :][: len(expected)] != expected:
+                raise ValueError(f"{where}: {name} is not a library for {system}")
+        if b"draftproof_attach" not in content:
+            raise ValueError(f"{where}: {name} does not have the functions of the library")
+        sizes[name.removesuffix(suffix)] = len(content)
     if missing := LEVELS[system] ^ sizes.keys():
-        raise ValueError(
-            f"{wheel.name}: expected {sorted(LEVELS[system])}, and {sorted(missing)} are missing or too many"
-        )
+        raise ValueError(f"{where}: expected {sorted(LEVELS[system])}, and {sorted(missing)} are missing or too many")
     return sizes
+
+
+def install(wheel: Path, system: str) -> int:
+    """Install a wheel for its system into a folder by pip; the bytes of the package there.
+
+    Raises:
+        CalledProcessError: pip finds that it is not for the system.
+        ValueError: a module or other file of the package is missing or too many, or a library is as in `check`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for_it = ["--platform", SYSTEMS[system][0], "--only-binary=:all:", "--no-deps", "--target", folder]
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", *for_it, str(wheel)], check=True)
+        there = Path(folder, "draftproof")
+        libraries = {path.name: path.read_bytes() for path in Path(folder, LIBRARIES).glob("*")}
+        _sizes(f"{wheel.name}, installed", system, libraries)
+        if different := _files(ROOT / "src" / "draftproof") ^ _files(there):
+            raise ValueError(f"{wheel.name}, installed: {sorted(different)} are missing or too many")
+        return sum(path.stat().st_size for path in there.rglob("*") if path.suffix != ".pyc" and path.is_file())
+
+
+def _files(package: Path) -> set[str]:
+    """The files of a package, without those that Python or a compiler makes of others."""
+    found = {path.relative_to(package) for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    return {path.as_posix() for path in found if path.parts[:2] != ("native", "built")}
 
 
 def use(wheel: Path) -> str:
     """Install a wheel into a folder and generate with it where there is no compiler: the level and the text."""
     with tempfile.TemporaryDirectory() as folder:
-        install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, str(wheel)]
-        subprocess.run(install, check=True)
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, str(wheel)]
+        subprocess.run(command, check=True)
         kept = {
             name: value for name, value in os.environ.items() if name != "CC" and not name.startswith("DRAFTPROOF_")
         }
@@ -145,7 +172,7 @@ def run(wheel: Path, system: str, command: str) -> str:
         program = str(Path(folder, "wheel.exe"))
         subprocess.run([command, "cc", "-target", target, "-O1", str(DRIVER), "-o", program], check=True)
         for name in archive.namelist():
-            if name.startswith("draftproof/native/built/"):
+            if name.startswith(LIBRARIES):
                 printed = Path(folder, "printed")  # no pipe: Wine's own processes would keep it open
                 with printed.open("w", encoding="utf-8") as file:
                     subprocess.run([*runner, program, archive.extract(name, folder)], check=True, stdout=file)
@@ -164,12 +191,13 @@ def main() -> None:
     here = f"{platform.machine()}-{sys.platform}"
     with tempfile.TemporaryDirectory() as folder:
         command = zig(Path(folder))
-        print("| wheel | MB | libraries, unpacked, MB |\n|---|---|---|")
+        print("| wheel | MB | installed, MB | libraries, installed, MB |\n|---|---|---|---|")
         for system in options.systems or SYSTEMS:
             wheel = build(system, command, options.out)
-            sizes = check(wheel, system)
+            sizes, installed = check(wheel, system), install(wheel, system)
             parts = ", ".join(f"`{level}` {size / 1e6:.2f}" for level, size in sorted(sizes.items()))
-            print(f"| `{wheel.name}` | {wheel.stat().st_size / 1e6:.2f} | {parts} |", flush=True)
+            whole = f"{wheel.stat().st_size / 1e6:.2f} | {installed / 1e6:.2f}"
+            print(f"| `{wheel.name}` | {whole} | {sum(sizes.values()) / 1e6:.2f}: {parts} |", flush=True)
             if system == here:
                 print(f"{system}: {use(wheel)}", file=sys.stderr)
             else:

@@ -16,7 +16,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-enum { PAGE = 4096, MOST = 1 << 17, NUMBERS = 14 };
+enum { PAGE = 4096, MOST = 1 << 17, NUMBERS = 20 };
 
 typedef struct {
   char name[64];
@@ -26,7 +26,7 @@ typedef struct {
 } request;
 
 typedef int64_t (*any_fn)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                          int64_t, int64_t, int64_t, float);
+                          int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float);
 
 static int memory; /* of the process that asks */
 static char *places[2 * MOST]; /* pages that were fetched, by their hash */
@@ -107,7 +107,8 @@ int main(int given, char **words) {
       fprintf(stderr, "no %s\n", function ? words[2] : r.name);
       return 1;
     }
-    const int64_t result = function(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13], r.real);
+    const int64_t result = function(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13],
+                                    n[14], n[15], n[16], n[17], n[18], n[19], r.real);
     if (give_back()) {
       fprintf(stderr, "%s cannot be written\n", words[2]);
       return 1;

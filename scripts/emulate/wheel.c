@@ -22,10 +22,12 @@ typedef int64_t number;
 /* The structure `attention` of typed.h. */
 typedef struct {
   void *fused, *cos, *sin, *keys, *values;
+  float *scales;
   number *places, *visible;
   void *mask, *out;
   float *scratch, *sinks;
-  number rows, tokens, heads, key_heads, dim, capacity, horizon, angles, columns, scratch_size, copied, divided;
+  number rows, tokens, heads, key_heads, dim, capacity, horizon, angles, columns, scratch_size, copied, held, outcomes,
+      divided;
   float scale, cap;
 } attention;
 
@@ -68,10 +70,11 @@ static void keep(int kind, const void *from, number bytes) { /* FNV-1a */
 
 /* One token's tile of queries for each of three key heads, which two and more threads divide. */
 static void attend(int kind, const char *name, void *(*draw)(number), number size, number threads) {
-  enum { TOKENS = 5, KEY_HEADS = 3, GROUP = 3, DIM = 64, CAPACITY = 800, BEFORE = 700, QUERIES = 16 };
+  enum { TOKENS = 5, KEY_HEADS = 3, GROUP = 3, DIM = 64, CAPACITY = 800, BEFORE = 700, QUERIES = 16, KEYS = 736, LANES = 16 };
   number places[] = {0, BEFORE, TOKENS, 0}, visible[TOKENS];
   for (number i = 0; i < TOKENS; i++) visible[i] = BEFORE + 1 + i;
-  const number copied = QUERIES * (1 + BEFORE + TOKENS + 32), scratch = copied + QUERIES * DIM;
+  const number copied = QUERIES * KEYS, held = copied + QUERIES * DIM, scratch = held + QUERIES * (LANES + DIM);
+  const number outcomes = MOST_THREADS * scratch, last = outcomes + MOST_THREADS * QUERIES * (LANES + DIM);
   const number outs = TOKENS * KEY_HEADS * GROUP * DIM * size;
   attention a = {
       .fused = draw(TOKENS * KEY_HEADS * (GROUP + 2) * DIM),
@@ -82,7 +85,7 @@ static void attend(int kind, const char *name, void *(*draw)(number), number siz
       .places = places,
       .visible = visible,
       .out = space((size_t)outs),
-      .scratch = space((size_t)(MOST_THREADS * scratch) * sizeof(float)),
+      .scratch = space((size_t)last * sizeof(float)),
       .rows = 1,
       .tokens = TOKENS,
       .heads = KEY_HEADS * GROUP,
@@ -93,6 +96,8 @@ static void attend(int kind, const char *name, void *(*draw)(number), number siz
       .columns = TOKENS,
       .scratch_size = scratch,
       .copied = copied,
+      .held = held,
+      .outcomes = outcomes,
       .divided = threads > 1,
       .scale = 0.125f,
   };

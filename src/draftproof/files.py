@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +35,9 @@ def home() -> Path:
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:  # HOME is unset, and the user has no home directory
-        return Path(tempfile.gettempdir()) / f"draftproof-{os.getuid()}"
+        cache = tempfile.gettempdir()
+        if sys.platform != "win32":  # which has such a folder for each user
+            return Path(cache) / f"draftproof-{os.getuid()}"
     return Path(cache) / "draftproof"
 
 
@@ -46,9 +49,12 @@ def why_distrusted(path: Path, *, strict: bool = True) -> str | None:
 
     Links are followed, and the folders above count: whoever may write one of them can put another file in this place.
     It must be the user's own and closed to every group; where that is not `strict`, it may also be root's, and writable
-    by a group that has no other member. An OSError where it is not there.
+    by a group that has no other member. On Windows it must be in the user's profile, which is closed to other users;
+    the lists of who may do what are not read. An OSError where it is not there.
     """
     real = path.resolve(strict=True)
+    if sys.platform == "win32":
+        return _why_outside_profile(real)
     found = real.stat()
     if found.st_uid not in ((os.getuid(),) if strict else (0, os.getuid())):
         return "belongs to another user"
@@ -57,7 +63,19 @@ def why_distrusted(path: Path, *, strict: bool = True) -> str | None:
     return _why_distrusted_above(real)
 
 
+def _why_outside_profile(real: Path) -> str | None:
+    try:
+        profile = Path.home().resolve()
+    except RuntimeError:
+        return "may be written by others: the folder of your profile is not known"
+    return (
+        None if real.is_relative_to(profile) else f"is outside your profile ({profile}): others may be able to write it"
+    )
+
+
 def _why_distrusted_above(real: Path) -> str | None:
+    if sys.platform == "win32":
+        return _why_outside_profile(real)
     for folder in real.parents:
         found = folder.stat()
         if found.st_uid not in (0, os.getuid()):
@@ -76,6 +94,8 @@ def _is_own_group(group: int) -> bool:
     """Whether a group is root's, or has the user as its only member, as many systems make one for each user."""
     if group == 0:
         return True
+    if sys.platform == "win32":
+        return False
     try:
         import grp
         import pwd
@@ -208,8 +228,8 @@ def own_folder(folder: Path) -> Path | None:
         make_folders(folder.parent)
         folder.mkdir(exist_ok=True, mode=0o700)
         real = folder.resolve()
-        found = real.stat()
-        problem = "belongs to another user" if found.st_uid != os.getuid() else _why_distrusted_above(real)
+        others = sys.platform != "win32" and real.stat().st_uid != os.getuid()
+        problem = "belongs to another user" if others else _why_distrusted_above(real)
         if problem is not None:
             nothing = "nothing is taken from there or kept there; set DRAFTPROOF_HOME to a folder of your own"
             _warn(folder, f"{problem}: {nothing}")
@@ -280,7 +300,7 @@ def whole_file(out: Path, *, durable: bool = False) -> Iterator[Path]:
     try:
         yield work
         if durable:
-            with work.open("rb") as written:
+            with work.open("r+b") as written:  # Windows waits only for a file that may be written
                 os.fsync(written.fileno())
         os.replace(work, out)  # noqa: PTH105 - replaces atomically on every system
     finally:
@@ -341,30 +361,45 @@ def remembered(file: Path, make: Callable[[], _Value]) -> _Value:
 def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Hold the lock of the file `path`: of several processes or threads, one is in the block at a time.
 
-    The system releases the lock of a process that dies. Where the system or the disk has no such locks, nothing is
-    locked. The file is made for this purpose, and stays; its content is left as it is. `waiting` is called once if
-    another process holds the lock.
+    The system releases the lock of a process that dies. Where the disk has no such locks, nothing is locked. The file
+    is made for this purpose, and stays; its content is left as it is. `waiting` is called once if another process
+    holds the lock.
     """
-    try:
-        import fcntl
-    except ImportError:  # not on this system
-        yield
-        return
     make_folders(path.parent)
     with _lock_file(path) as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waiting()
-            fcntl.flock(file, fcntl.LOCK_EX)
+            if not _take(file):
+                waiting()
+                while not _take(file, wait=True):
+                    pass
         except OSError:  # a disk without locks
             pass
         yield
 
 
+def _take(file: IO[bytes], *, wait: bool = False) -> bool:
+    """Take the lock of a file; whether it was free, or became so while this waited."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)  # waits for 10 s
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+            return False
+        raise
+    return True
+
+
 def _lock_file(path: Path) -> IO[bytes]:
     """Open a file to lock it; what a link leads to is not touched, and nothing is emptied."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    flags = os.O_RDWR | os.O_CREAT
+    if sys.platform != "win32":
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
     except OSError as error:

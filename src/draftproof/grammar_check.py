@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import queue
-import select
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from draftproof import grammar_compile
 from draftproof.errors import UserError
@@ -145,8 +144,13 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl+C is for this process, which ends it
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # the same on Windows
             bufsize=0,
         )
+        assert self._process.stdout is not None, "a pipe"
+        self._told: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        reads = threading.Thread(target=_read, args=(self._process.stdout, self._told), name="grammars", daemon=True)
+        reads.start()  # Windows cannot wait for a pipe for some time only
         self._ends = weakref.finalize(self, _end, self._process, self._owner)
         self._say(first)
         self._line(_START)
@@ -160,7 +164,13 @@ class _Process:
         """What was found of a grammar; an OSError or ValueError where the process ends, or does not answer."""
         try:
             self._say({"kind": kind, "text": text, "seconds": _COMPILE})
-            found: dict[str, Any] = json.loads(self._line(2 * _COMPILE))
+            try:
+                found: dict[str, Any] = json.loads(self._line(2 * _COMPILE))
+            except OSError:
+                if sys.platform != "win32":
+                    raise
+                self._ends()  # the grammar was tried in the process itself, which has no fork
+                return {"excess": "it takes too long or too much memory to compile, or refers too deep"}
         except BaseException:
             self._ends()
             raise
@@ -174,23 +184,34 @@ class _Process:
 
     def _line(self, seconds: float) -> bytes:
         """The next line that it writes; nothing follows before it is asked again."""
-        assert self._process.stdout is not None, "a pipe"
         told = b""
         while not told.endswith(b"\n"):
-            if not select.select([self._process.stdout], [], [], seconds)[0]:
-                raise OSError("no answer")
-            part = self._process.stdout.read(1 << 16)
+            try:
+                part = self._told.get(timeout=seconds)
+            except queue.Empty:
+                raise OSError("no answer") from None
             if not part:
                 raise OSError("it has ended")
             told += part
         return told
 
 
+def _read(pipe: IO[bytes], told: queue.SimpleQueue[bytes]) -> None:
+    """Read a pipe to its end, which is an empty part."""
+    part = b" "
+    while part:
+        try:
+            part = pipe.read(1 << 16)
+        except (OSError, ValueError):  # it was closed
+            part = b""
+        told.put(part)
+
+
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
     """End a process, where this is not a fork of the one that started it."""
+    if owner == os.getpid():  # before its pipe is closed: a thread may read it
+        process.kill()
+        process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()
-    if owner == os.getpid():
-        process.kill()
-        process.wait()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -148,8 +149,18 @@ def _status(name: str) -> int:
         return 0
 
 
+def _found(tokenizer: Any, kind: str, text: str) -> dict[str, Any]:
+    """What a grammar costs, or why it cannot be read."""
+    try:
+        return on_large_stack(lambda: _tried(tokenizer, kind, text))
+    except ValueError as error:
+        return {"error": str(error)}
+
+
 def _limit() -> None:
     """Let this process end where it takes more than a grammar may."""
+    if sys.platform == "win32":
+        return
     import resource
 
     seconds = int(MOST_SECONDS) + 1
@@ -162,7 +173,9 @@ def _limit() -> None:
 
 
 def _answer(tokenizer: Any, kind: str, text: str, seconds: float) -> dict[str, Any]:
-    """Try a grammar in a fork of this process."""
+    """Try a grammar in a fork of this process; on Windows in this one, which the asking process ends if need be."""
+    if sys.platform == "win32":
+        return _found(tokenizer, kind, text)
     import os
     import select
     import signal
@@ -174,9 +187,7 @@ def _answer(tokenizer: Any, kind: str, text: str, seconds: float) -> dict[str, A
             os.close(ours)
             _limit()
             try:
-                found = on_large_stack(lambda: _tried(tokenizer, kind, text))
-            except ValueError as error:
-                found = {"error": str(error)}
+                found = _found(tokenizer, kind, text)
             except MemoryError:
                 os._exit(1)
             os.write(theirs, json.dumps(found).encode())
@@ -203,7 +214,6 @@ def _answer(tokenizer: Any, kind: str, text: str, seconds: float) -> dict[str, A
 def main() -> None:
     """Read a tokenizer, then grammars, one a line in JSON; write what was found of each."""
     import os
-    import sys
 
     first = json.loads(sys.stdin.buffer.readline())
     sys.path[:] = first["path"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import resource
 import sys
 import threading
 from pathlib import Path
@@ -22,13 +21,59 @@ HOW = {
 
 def process_peak() -> int:
     """Peak bytes of this process in memory since it began."""
+    if sys.platform == "win32":
+        return int(_windows_memory().peak_working_set)
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
 def resident() -> int | None:
     """Bytes of this process in memory now; None where the system does not report them."""
+    if sys.platform == "win32":
+        return int(_windows_memory().working_set)
     return _status("VmRSS")
+
+
+class _ProcessMemory(ctypes.Structure):
+    """PROCESS_MEMORY_COUNTERS of Windows' psapi.h."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32),  # of this structure
+        ("page_faults", ctypes.c_uint32),
+        ("peak_working_set", ctypes.c_size_t),
+        ("working_set", ctypes.c_size_t),
+        *((f"other_{number}", ctypes.c_size_t) for number in range(6)),  # of pools and the page file
+    )
+
+
+class _SystemMemory(ctypes.Structure):
+    """MEMORYSTATUSEX of Windows' sysinfoapi.h."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32),  # of this structure
+        ("percent_used", ctypes.c_uint32),
+        ("physical", ctypes.c_uint64),
+        ("free", ctypes.c_uint64),
+        *((f"other_{number}", ctypes.c_uint64) for number in range(5)),  # of the page file and of addresses
+    )
+
+
+if sys.platform == "win32":
+
+    def _windows_memory() -> _ProcessMemory:
+        kernel = ctypes.WinDLL("kernel32", use_last_error=True)
+        kernel.GetCurrentProcess.restype = ctypes.c_void_p
+        found = _ProcessMemory(size=ctypes.sizeof(_ProcessMemory))
+        process = ctypes.c_void_p(kernel.GetCurrentProcess())
+        if not kernel.K32GetProcessMemoryInfo(process, ctypes.byref(found), found.size):
+            raise ctypes.WinError(ctypes.get_last_error())
+        return found
+
+    def _windows_free() -> int | None:
+        found = _SystemMemory(size=ctypes.sizeof(_SystemMemory))
+        return int(found.free) if ctypes.WinDLL("kernel32").GlobalMemoryStatusEx(ctypes.byref(found)) else None
 
 
 def release_freed_memory() -> None:
@@ -138,6 +183,8 @@ def available(device: torch.device) -> int | None:
     """Bytes that new tensors on a device can have, on a CPU without swapping; None where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    if sys.platform == "win32":
+        return _windows_free()
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

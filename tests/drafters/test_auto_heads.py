@@ -12,7 +12,7 @@ from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.drafters import auto as auto_module
-from draftproof.drafters.auto import AutoDrafter, Source
+from draftproof.drafters.auto import AutoDrafter, CandidateDrafter
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.integrations.transformers import speculative
@@ -68,7 +68,7 @@ def test_the_distribution_with_a_head_a_lookup_and_nothing_in_turns(name, rule, 
         drawn = make_drafter(spec, target=target, draft=None, stopper=f"auto:{cost}")
         drawn.stopper.limit, drawn.stopper.assumed = 1, AcceptanceRates(rate, rate)
         lookup = SuffixDrafter(2, threshold=0.0, shared=False)
-        drafter = AutoDrafter([Source(spec, drawn.stopper, iter([drawn]))], lookup, PassCosts(0.05))
+        drafter = AutoDrafter([CandidateDrafter(spec, drawn.stopper, iter([drawn]))], lookup, PassCosts(0.05))
         spent = drafter.spent
 
         def noting(time):

@@ -9,11 +9,12 @@ import torch
 
 from draftproof import UserError
 from draftproof.native import dispatch
-from draftproof.native.ggml import LAYOUTS, TYPES, GGMLWeight, StoredMatrix, why_not_joined
-from support.gguf_files import random_blocks
+from draftproof.native.ggml import LAYOUTS, SIXTEEN_BITS, TYPES, GGMLWeight, StoredMatrix, why_not_joined
+from support.gguf_files import HALVES, random_blocks
 from support.native_levels import OPERATIONS, drawn
 
 quants = pytest.importorskip("gguf.quants", reason="the extra gguf is not installed")
+from gguf import GGMLQuantizationType
 
 pytestmark = pytest.mark.usefixtures("level")
 EACH = pytest.mark.parametrize("kind", TYPES, ids=lambda kind: TYPES[kind].name)
@@ -111,6 +112,78 @@ def test_several_types_are_one_product(dtype):
         assert torch.equal(found, torch.cat([operations.ggml_product(x, part) for part in parts], -1))
     assert "multiple of 16" in why_not_joined(matrices[::-1])
     assert "at most 4" in why_not_joined(matrices[:1] * 5)
+
+
+@pytest.mark.parametrize("kind", SIXTEEN_BITS, ids=lambda kind: SIXTEEN_BITS[kind].name)
+@pytest.mark.parametrize(("outs", "ins"), [(1, 1), (16, 32), (33, 100), (200, 333), (48, 512)])
+def test_floats_of_16_bits(kind, outs, ins, dtype):
+    operations, given = OPERATIONS[dtype], drawn(4, outs, ins, dtype=torch.float32)
+    given[0, 0] = 3e-7  # less than float16 has with full precision
+    blocks = quants.quantize(given.numpy(), GGMLQuantizationType(kind))
+    numbers = torch.from_numpy(quants.dequantize(blocks, GGMLQuantizationType(kind)).reshape(outs, ins))
+    assert 0 < numbers[0, 0] != given[0, 0]
+    matrix = StoredMatrix(torch.from_numpy(blocks.view(np.uint8).ravel()), outs, ins, kind, dtype)
+    assert torch.equal(OPERATIONS[torch.float32].ggml_rows(matrix, torch.arange(outs)), numbers)
+    order = torch.randperm(outs)
+    weight = operations.ggml_repacked(matrix.in_order(order))
+    assert weight.nbytes == -(-outs // 16) * 16 * -(-ins // 32) * 32 * 2
+    x, bias, onto = drawn(1, 13, ins, dtype=dtype), drawn(2, outs, dtype=dtype), drawn(3, 13, outs, dtype=dtype)
+    exact = x.double() @ numbers[order].double().T
+    slack = 1e-6 * (x.double().abs() @ numbers[order].double().abs().T) + torch.finfo(dtype).eps * exact.abs()
+    made = operations.ggml_product(x, weight)
+    assert ((made.double() - exact).abs() <= slack).all()
+    assert torch.equal(operations.ggml_product(x, weight, bias, onto), operations.ggml_product(x, weight, bias) + onto)
+    for first, size in ((12, 1), (3, 2), (5, 4), (2, 7)):
+        assert torch.equal(operations.ggml_product(x[first : first + size], weight), made[first : first + size])
+
+
+@pytest.mark.parametrize("kind", [20, 23, 39, 11], ids=lambda kind: TYPES[kind].name)
+def test_types_with_few_bits_have_the_bits_of_their_numbers_in_bytes(kind, dtype):
+    """A table of places, or fewer bits, change no sum: the same numbers and scales in Q8_0 give the same outputs."""
+    operations, outs, ins = OPERATIONS[dtype], 48, 512
+    matrix, _ = matrix_of(kind, outs, ins, dtype)
+    blocks = matrix.content.numpy().reshape(-1, TYPES[kind].size)
+    for at in HALVES[kind]:  # powers of two, which times whole numbers are float16 numbers
+        blocks[:, at : at + 2] = np.full((len(blocks), 1), 2.0**-9, np.float16).view(np.uint8)
+    numbers = quants.dequantize(blocks.reshape(outs, -1), kind).reshape(outs, -1, 32 if kind != 11 else 16)
+    scales = scales_of(kind, blocks).reshape(outs, -1, 1)
+    whole = numbers / np.where(scales, scales, 1)
+    assert (whole == whole.round()).all()
+    assert np.abs(whole).max() <= 127
+    if kind == 11:  # Q8_0 has scales for 32: each 16 inputs become 32, and half of the weights are 0
+        whole = np.concatenate([whole, 0 * whole], -1)
+    bytes_of = np.concatenate([scales.astype(np.float16).view(np.int8), whole.astype(np.int8)], -1)
+    content = torch.from_numpy(bytes_of.view(np.uint8).ravel())
+    x = drawn(1, 13, ins, dtype=dtype).clamp_(-3, 3)
+    x.view(13, -1, 16)[..., 0] = 3.0  # so that 16 inputs are rounded as the 32 are of which they are a half
+    spread = x if kind != 11 else torch.cat([x.view(13, -1, 16), torch.zeros_like(x).view(13, -1, 16)], -1).flatten(1)
+    other = StoredMatrix(content, outs, whole.shape[1] * 32, 8, dtype)
+    made = operations.ggml_product(x, operations.ggml_repacked(matrix))
+    assert torch.equal(made, operations.ggml_product(spread, operations.ggml_repacked(other)))
+    assert made.abs().min() > 0
+
+
+def scales_of(kind, blocks):
+    """What numbers are multiplied by, of each group; float32."""
+    step = np.float32(2.0**-9)
+    if kind == 20:
+        return np.full(len(blocks), step)
+    if kind == 39:
+        return np.exp2(blocks[:, 0].astype(np.float32) - 128)
+    if kind == 23:
+        high, low = blocks[:, 2:4].copy().view(np.uint16), blocks[:, 4:8]
+        each = [(low[:, k // 2] >> 4 * (k % 2) & 15) | (high[:, 0] >> 2 * k & 3) << 4 for k in range(8)]
+        return step * (np.stack(each, -1).astype(np.float32) - 32)
+    s = blocks[:, 96:108]
+    each = [(s[:, j % 8] >> 4 * (j // 8) & 15) | (s[:, 8 + j % 4] >> 2 * (j // 4) & 3) << 4 for j in range(16)]
+    return step * (np.stack(each, -1).astype(np.float32) - 32)
+
+
+@EACH
+def test_sizes_in_memory_are_nearly_those_of_the_file(kind):
+    layout = TYPES[kind]
+    in_file, here = layout.size / layout.elements, layout.piece_size / layout.piece / 16
+    assert here / in_file < {"Q3_K": 1.35, "Q2_K": 1.2}.get(layout.name, 1.06)
 
 
 @EACH

@@ -131,6 +131,7 @@ print("right")
 """
 
 
+@pytest.mark.builds  # its process chooses a build of its own
 @needs_native
 def test_forks_signals_and_the_end_of_the_interpreter(level):
     environment = os.environ | {threads.VARIABLE: "pool", "PYTHONWARNINGS": "ignore"}
@@ -185,6 +186,7 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
+@pytest.mark.builds  # its process has torch's threads only
 @pytest.mark.skipif(not OFFERED, reason="torch has another threading runtime here")
 def test_torchs_threads_do_not_spin_while_rounds_run_on_the_pool():
     environment = os.environ | {threads.VARIABLE: "pool", "OMP_NUM_THREADS": "2"}
@@ -205,6 +207,7 @@ WRONG = {
 }
 
 
+@pytest.mark.builds
 @pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("mistake", WRONG)
@@ -223,6 +226,7 @@ def test_a_wrong_pool_is_seen(mistake, monkeypatch, tmp_path):
     assert "right" not in done.stdout
 
 
+@pytest.mark.builds
 @pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("kind", ["pool", pytest.param("openmp", marks=pytest.mark.skipif(not OFFERED, reason="none"))])

@@ -420,10 +420,11 @@ class Limits:
     [((1024, 4096), 1000, 1152), ((1024, 1100), 948, 1100), ((-1, -1), 1000, -1), ((5000, 5000), 1000, 5000)],
 )
 def test_descriptors_are_raised_to_what_is_needed(monkeypatch, caplog, limits, expected, raised):
-    monkeypatch.setattr(run, "resource", Limits(*limits))
+    limits_of = Limits(*limits)
+    monkeypatch.setitem(sys.modules, "resource", limits_of)
     with caplog.at_level(logging.WARNING, "draftproof"):
         assert run.descriptors_for(1000) == expected
-    assert run.resource.now == (raised, limits[1])
+    assert limits_of.now == (raised, limits[1])
     assert bool(caplog.records) == (expected < 1000)
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import struct
 import subprocess
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -20,7 +21,7 @@ PROCESSORS = {
     "neon-i8mm-bf16": "max",
 }  # none has what the next needs
 SOURCE = Path(__file__).parents[2] / "scripts" / "emulate" / "remote.c"
-_NUMBERS, _NAME = 14, 64  # as in remote.c
+_NUMBERS, _NAME = 20, 64  # as in remote.c
 _APART = 16 << 30  # bytes that memory mappings of both processes may still grow by
 _TRIES = 20
 
@@ -68,6 +69,7 @@ class EmulatedLibrary(ctypes.CDLL):
         command = [COMPILER, "-O2", "-o", str(program), str(SOURCE), "-ldl", "-lpthread"]
         subprocess.run(command, check=True)
         self._owner = os.getpid()
+        self._calling = threading.Lock()  # one call at a time
         self._command = [
             QEMU,
             "-cpu",
@@ -109,9 +111,10 @@ class EmulatedLibrary(ctypes.CDLL):
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         padded = numbers + [0] * (_NUMBERS - len(numbers))
-        self._process.stdin.write(struct.pack(f"<{_NAME}s{_NUMBERS}qff", name.encode(), *padded, real, 0.0))
-        self._process.stdin.flush()
-        answer = self._process.stdout.read(8)
+        with self._calling:
+            self._process.stdin.write(struct.pack(f"<{_NAME}s{_NUMBERS}qff", name.encode(), *padded, real, 0.0))
+            self._process.stdin.flush()
+            answer = self._process.stdout.read(8)
         if len(answer) < 8:
             raise RuntimeError(f"{name} ended its process: status {self._process.wait()}")
         return int(struct.unpack("<q", answer)[0])

@@ -9,7 +9,7 @@ HALVES |= {20: [0], 23: [0], 39: []}
 """Where the float16 numbers of a block stand, by type."""
 
 
-MXFP4 = 39
+F16, BF16, MXFP4 = 1, 30, 39
 
 
 def random_blocks(kind, outs, ins, seed=0, scale=0.01):
@@ -104,7 +104,7 @@ def write_model(path, model, architecture, metadata, kinds=(12, 14, 8), extra=()
         model: its weights are replaced by those of the blocks.
         architecture: name in GGUF.
         metadata: without the architecture before the keys.
-        kinds: types of matrices; None keeps a matrix in float32.
+        kinds: types of matrices; None keeps a matrix in float32, and floats of 16 bits are its own numbers, rounded.
         extra: further tensors, by name.
         without: names of tensors that are left out.
     """
@@ -129,7 +129,11 @@ def write_model(path, model, architecture, metadata, kinds=(12, 14, 8), extra=()
             is_matrix = view.dim() > 1 and place.split(".")[-2] not in _ROUTERS and place.endswith("weight")
             if is_matrix and (kind := kinds[number % len(kinds)]) is not None:
                 *outs, ins = view.shape
-                blocks = random_blocks(kind, math.prod(outs), ins, seed=number, scale=SCALES[kind]).reshape(*outs, -1)
+                if kind in (F16, BF16):
+                    blocks = quants.quantize(np.ascontiguousarray(view.numpy()), GGMLQuantizationType(kind))
+                else:
+                    blocks = random_blocks(kind, math.prod(outs), ins, seed=number, scale=SCALES[kind])
+                blocks = blocks.reshape(*outs, -1)
                 numbers = quants.dequantize(blocks, GGMLQuantizationType(kind)).reshape(view.shape)
                 view.copy_(torch.from_numpy(restored(numbers, turned) if turned else numbers))
                 writer.add_tensor(place, blocks, raw_dtype=GGMLQuantizationType(kind))

@@ -451,7 +451,7 @@ def write_modules(path, model, name, kinds=(None,), changes=None, extra=(), with
             writer.add_tensor(place, content)
         else:
             type_of, (*outs, ins) = GGMLQuantizationType(kind), weight.shape
-            own = kind == GGMLQuantizationType.Q8_0
+            own = kind in (GGMLQuantizationType.Q8_0, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
             blocks = None if own else random_blocks(kind, math.prod(outs), ins, seed=number, scale=SCALES[kind])
             blocks = quants.quantize(content, type_of) if blocks is None else blocks.reshape(*outs, -1)
             writer.add_tensor(place, blocks, raw_dtype=type_of)

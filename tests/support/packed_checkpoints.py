@@ -27,12 +27,19 @@ SHAPE = {
     "rms_norm_eps": 1e-5,
     "initializer_range": 0.06,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 50000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
     "mistral": lambda: transformers.MistralConfig(**SHAPE, sliding_window=6),
     "qwen2": lambda: transformers.Qwen2Config(**SHAPE),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SHAPE, head_dim=64, **EXPERTS),
+    "qwen3_moe, shares as they are": lambda: transformers.Qwen3MoeConfig(
+        **SHAPE, head_dim=64, **EXPERTS, norm_topk_prob=False
+    ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=256),
+    "mixtral": lambda: transformers.MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
     "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=64, tie_word_embeddings=True),
 }
 
@@ -60,18 +67,29 @@ def in_four_bits(weight, group, *, symmetric):
     return numbers.flatten(1), zeros, scales, exact.flatten(1)
 
 
+def group_of_each(ins, group):
+    """The group of each input as GPTQ's act-order has it: the same for all matrices of so many inputs."""
+    places = torch.empty(ins, dtype=torch.int32)
+    places[torch.randperm(ins, generator=torch.Generator().manual_seed(ins))] = (torch.arange(ins) // group).int()
+    return places
+
+
 def stored(method, numbers, zeros, scales, group):
     """Tensors of a matrix by a method."""
     outs, ins = numbers.shape
-    if method in ("gptq", "gptq_v2"):
-        less = 1 if method == "gptq" else 0
-        places = (torch.arange(ins) // group).int()
+    if method.startswith("gptq"):
+        less = 0 if method == "gptq_v2" else 1
+        places = group_of_each(ins, group) if method == "gptq-act-order" else (torch.arange(ins) // group).int()
         made = {"qweight": words(numbers).t().contiguous(), "qzeros": words((zeros - less).t()), "g_idx": places}
         return {**made, "scales": scales.t().contiguous()}
     if method == "awq":
         made = {"qweight": words(mixed(numbers.t())), "qzeros": words(mixed(zeros.t()))}
         return {**made, "scales": scales.t().contiguous()}
-    return {"weight_packed": words(numbers), "weight_scale": scales, "weight_shape": torch.tensor([outs, ins])}
+    made = {"weight_packed": words(numbers), "weight_scale": scales, "weight_shape": torch.tensor([outs, ins])}
+    if method == "compressed-tensors":
+        return made
+    padded = torch.nn.functional.pad(zeros.t(), (0, -outs % 8))
+    return {**made, "weight_zero_point": words(padded).t().contiguous()}
 
 
 # --- bitsandbytes, and numbers of 8 bits -----------------------------------------------------------------------------
@@ -145,6 +163,11 @@ def tensors_of(method, weight, group):
         return in_levels(weight, method[:3], group, nested=method.endswith("nested"))
     if "8" in method:
         return in_eight_bits(weight, method)
+    if method == "gptq-act-order":
+        order = group_of_each(weight.shape[1], group).argsort(stable=True)
+        numbers, *parts, exact = in_four_bits(weight[:, order], group, symmetric=False)
+        back = order.argsort()
+        return stored(method, numbers[:, back], *parts, group), exact[:, back]
     *parts, exact = in_four_bits(weight, group, symmetric=method == "compressed-tensors")
     return stored(method, *parts, group), exact
 
@@ -152,18 +175,22 @@ def tensors_of(method, weight, group):
 def fields_of(method, group):
     if method in ("nf4", "fp4", "nf4-nested", "int8"):
         return {"quant_method": "bitsandbytes", "load_in_4bit": method != "int8", "load_in_8bit": method == "int8"}
-    if method == "compressed-tensors":
-        weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    if method.startswith("compressed-tensors"):
+        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group}
+        weights["symmetric"] = method == "compressed-tensors"
         groups = {"group_0": {"weights": weights, "input_activations": None, "targets": ["Linear"]}}
-        return {"quant_method": method, "format": "pack-quantized", "config_groups": groups}
+        return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
     if "8" in method:
         numbers = {"num_bits": 8, "type": "int", "symmetric": True}
         inputs = {**numbers, "strategy": "token", "dynamic": True} if method == "w8a8" else None
         groups = {"group_0": {"weights": {**numbers, "strategy": "channel"}, "input_activations": inputs}}
         form = "pack-quantized" if method == "w8a16-packed" else "int-quantized"
         return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
-    own = {"version": "gemm"} if method == "awq" else {"desc_act": False, "checkpoint_format": method}
-    return {"quant_method": method.removesuffix("_v2"), "bits": 4, "group_size": group, **own}
+    if method == "awq":
+        own = {"version": "gemm"}
+    else:
+        own = {"desc_act": "order" in method, "checkpoint_format": method.removesuffix("-act-order")}
+    return {"quant_method": method[:4].strip("_"), "bits": 4, "group_size": group, **own}
 
 
 def checkpoint(folder, method, group=128, kind="llama", config=None):
@@ -175,6 +202,10 @@ def checkpoint(folder, method, group=128, kind="llama", config=None):
             made, exact = tensors_of(method, weight, group)
             tensors |= {name.removesuffix("weight") + each: value for each, value in made.items()}
             weight.copy_(exact)
+        elif ".experts." in name:
+            tensors |= of_experts(method, name, weight, group, config=model.config)
+        elif ".mlp.gate." in name and model.config.model_type == "mixtral":
+            tensors[name.replace(".mlp.", ".block_sparse_moe.")] = weight.clone()
         elif name != "lm_head.weight" or not model.config.tie_word_embeddings:
             tensors[name] = weight.clone()
     folder.mkdir(exist_ok=True)
@@ -185,6 +216,23 @@ def checkpoint(folder, method, group=128, kind="llama", config=None):
     if method != "float":
         del model.config.quantization_config
     return model
+
+
+def of_experts(method, name, weight, group, config):
+    """Tensors of all experts of a layer, each for itself as their authors have them; the weights are changed."""
+    owner, _, kind = name.rpartition(".")
+    mixtral = config.model_type == "mixtral"
+    owner = owner.replace(".mlp.", ".block_sparse_moe.") if mixtral else owner
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+    short = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    tensors = {}
+    for number, expert in enumerate(weight):
+        for part, matrix in zip(parts, expert.chunk(len(parts)), strict=True):
+            made, exact = tensors_of(method, matrix.contiguous(), group)
+            at = f"{owner}.{number}.{short[part] if mixtral else part}"
+            tensors |= {f"{at}.{each}": value for each, value in made.items()}
+            matrix.copy_(exact)
+    return tensors
 
 
 def logits_of(backend):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -124,9 +125,14 @@ class _Unchanged:
         if now == self._seen and not whole:
             return
         self._seen, digest, place = now, sha256(), 0
-        while block := os.pread(self._file.fileno(), _BLOCK, place):  # the reader's place stays
-            digest.update(block)
-            place += len(block)
+        if sys.platform == "win32":  # where nobody exchanges a file that is open
+            with self._path.open("rb") as again:
+                while block := again.read(_BLOCK):
+                    digest.update(block)
+        else:
+            while block := os.pread(self._file.fileno(), _BLOCK, place):  # the reader's place stays
+                digest.update(block)
+                place += len(block)
         if digest.hexdigest() != self._digest:
             raise UserError(
                 f"{self._path} has changed since the run began, so its answers would be to other rows: leave it as it "

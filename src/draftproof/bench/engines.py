@@ -186,11 +186,15 @@ def _other_engine(options: EngineComparison) -> Iterator[Measure]:
 
     They are stopped while it has nothing to do: an engine that waits for requests may keep a processor busy.
     """
+    if sys.platform == "win32":
+        raise UserError(
+            "expected Linux or macOS for a comparison with another engine: Windows stops no process for a time"
+        )
     python = str(options.python or sys.executable)
     model = str(options.model or models.resolve(options.target))
     command = [python, worker.__file__, options.other, model, options.dtype, str(max(options.batch))]
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         try:
             process = subprocess.Popen(  # noqa: S603 - a command of our own
                 command,

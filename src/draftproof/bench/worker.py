@@ -106,6 +106,12 @@ def completion(request: Request, ids: list[int]) -> dict[str, Any]:
     }
 
 
+def _threads() -> int:
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def llama_package(model: str, batch: int) -> Callable[[dict[str, Any]], Any]:
     """A server in this process: what answers the body of a request for a completion."""
     import xllamacpp  # type: ignore[import-not-found]
@@ -114,7 +120,7 @@ def llama_package(model: str, batch: int) -> Callable[[dict[str, Any]], Any]:
     params.model.path = model
     params.n_parallel = batch
     params.n_ctx = CONTEXT * batch
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = len(os.sched_getaffinity(0))
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = _threads()
     params.verbosity = -1
     server = xllamacpp.Server(params)
     answer: Callable[[dict[str, Any]], Any] = server.handle_completions
@@ -127,7 +133,7 @@ def llama_program(program: str, model: str, batch: int) -> Callable[[dict[str, A
         found.bind(("127.0.0.1", 0))
         port = int(found.getsockname()[1])
     command = [program, "-m", model, "--port", str(port), "-np", str(batch), "-c", str(CONTEXT * batch), "-lv", "1"]
-    command += ["-t", str(len(os.sched_getaffinity(0)))]
+    command += ["-t", str(_threads())]
     process = subprocess.Popen(command, stdout=sys.stderr)  # noqa: S603 - the user's own program
     atexit.register(process.kill)
 

@@ -97,7 +97,10 @@ def match(
         return
     for each in found:
         gain, length = each.gain(accepted)
-        fits = f"{each.share:.2f} of a token, {gain:.2f} times as fast with {length} drafted"
+        fits = (
+            f"{each.nbytes / 1e9:.2f} GB for a token, {each.share:.2f} of the target's; {gain:.2f} times as fast with "
+            f"{length} drafted"
+        )
         if each.shared is not None:
             fits += f"; other vocabulary: {100 * each.shared:.0f}% shared"
         typer.echo(f"{each.name}  {fits if not each.why_not else f'no: {each.why_not}'}")

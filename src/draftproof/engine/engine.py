@@ -118,8 +118,9 @@ class Engine(DecodingLoop):
         source = load(target, made.of_target())
         small_name = find_draft(source) if named.find_draft and named.draft is None else made.draft
         other = None if small_name is None else load(small_name, made.of_draft(), drafts_for=source)
+        tokenizer = source.tokenizer  # before weights, which take longer: one that is not known is said at once
         small = None if other is None or made.drafter == "none" else other.draft
-        return cls.assemble(source.backend, small, source.tokenizer, options=made)
+        return cls.assemble(source.backend, small, tokenizer, options=made)
 
     @classmethod
     @takes_options

@@ -47,7 +47,7 @@ class EngineOptions:
             be accepted; for drafters of single chains. Without it each request's stopper decides alone, and "auto" for
             all together.
         dtype: number format of both models: auto, float32, bfloat16 or float16.
-        draft_dtype: another number format for the draft; int8 or int4 quantize the draft model or feature head.
+        draft_dtype: another number format for the draft; int8 or int4 quantize the draft model or the head.
         device: where both models are: cpu, cuda, cuda:1; without it an accelerator if there is one. "auto", or in
             Python a device or "disk" for each part by its name, spreads the target (needs accelerate).
         backend: implementation of the forward pass, a name of BACKENDS. "auto" takes "lean" where the model allows it,

@@ -16,6 +16,7 @@ from draftproof.backends.heads.published.medusa import MedusaBackend
 from draftproof.backends.heads.published.mtp import mtp_backend
 from draftproof.backends.heads.published.mtp_head import mtp_head_backend
 from draftproof.backends.heads.published.peagle import PEagleBackend
+from draftproof.backends.heads.published.rounding import rounded_head
 from draftproof.drafters.base import Drafter
 from draftproof.engine.composition import HEAD
 from draftproof.engine.drafter_context import DrafterContext, DrafterPart
@@ -28,7 +29,9 @@ def _head(name: str, load: Callable[[str, SlotBackend], TargetHead]) -> Callable
 
     def build(parts: DrafterContext, argument: str) -> Drafter:
         where, chains = _named(name, argument)
-        return parts.following(load(where, parts.target_backend(name)), name, chains)
+        with rounded_head(f"the head {where}", parts.bits):
+            head = load(where, parts.target_backend(name))
+        return parts.following(head, name, chains)
 
     return build
 
@@ -68,7 +71,8 @@ def _mtp(parts: DrafterContext, argument: str) -> Drafter:
     own = not argument or (argument.startswith("x") and argument[1:].isdecimal())  # nothing, or xK
     where, chains = ("", own_chain_count(argument)) if own else source(argument)
     target = parts.target_backend("mtp")
-    head: TargetHead = mtp_head_backend(where, target) if where else mtp_backend(target)
+    with rounded_head(f"the head {where or 'of the target itself'}", parts.bits):
+        head: TargetHead = mtp_head_backend(where, target) if where else mtp_backend(target)
     return parts.following(head, "mtp", chains)
 
 

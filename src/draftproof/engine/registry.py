@@ -13,6 +13,7 @@ from draftproof.engine.composition import no_rollback_reason
 from draftproof.engine.drafter_context import DrafterContext, DrafterPart
 from draftproof.engine.drafter_parts import DEFAULT_DRAFTER, DRAFTERS, find_drafter, reads_draft, why_not
 from draftproof.engine.parts import Part, StopperPart, VerifierPart
+from draftproof.engine.published_parts import PUBLISHED
 from draftproof.engine.stopper_parts import (
     DEFAULT_CONSTANT_STOPPER,
     DEFAULT_STOPPER,
@@ -98,9 +99,9 @@ def make_drafter(
     heads = spec.removeprefix("auto:").startswith("feature_head") or (
         traits.accepts_draft_model and target.name in SHIPPED_FEATURE_HEADS
     )
-    if bits is not None and draft is None and not heads:
+    if bits is not None and draft is None and not (heads or part in PUBLISHED):
         raise UserError(
-            f"draft_dtype int{bits} is for a draft model or a feature head, and drafter {spec} has none: leave it out, "
+            f"draft_dtype int{bits} is for a draft model or a head, and drafter {spec} has none: leave it out, "
             f"or choose drafter quantized:{bits}, the target with such weights"
         )
     changes = {"temperature": temperature, "top_k": top_k}

@@ -18,6 +18,7 @@ something to do: a round takes twice as long then. So a team ends when its threa
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -249,8 +250,8 @@ def omp_set_num_threads() -> Callable[[int], None] | None:
 
 def interruptions() -> Callable[[], int] | None:
     """Counts how often the system took a processor from a thread of this process; None where it does not say."""
-    try:
-        import resource
-    except ImportError:  # Windows
+    if sys.platform == "win32":
         return None
+    import resource
+
     return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

@@ -18,12 +18,14 @@ from draftproof.errors import UserError, reason
 OLLAMA = "ollama:"
 _OF_HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*):(\w[\w.-]*)")
 _FIRST_PART, _LATER_PART = re.compile(r"-00001-of-\d{5}$"), re.compile(r"-\d{5}-of-\d{5}$")
+_LANGUAGE_MODEL = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MODEL_LAYER = "application/vnd.ollama.image.model"
 
 
 @dataclass(frozen=True)
 class FoundFile:
-    """A GGUF file on this disk: the name that options take, and the program (`keeper`) whose folder it is in."""
+    """A model on this disk: the name that options take, and the program (`keeper`) whose folder it is in."""
 
     name: str
     path: Path
@@ -75,6 +77,24 @@ def obtain_file(name: str, *, offline: bool) -> str:
 def found_files() -> list[FoundFile]:
     """The GGUF files that Ollama, LM Studio and the hub's cache hold here."""
     return [*_found_of_ollama(), *_found_of_lm_studio(), *_found_of_hub()]
+
+
+def found_checkpoints() -> list[FoundFile]:
+    """The language models in safetensors that the hub's cache holds whole; their paths are directories."""
+    return list(_checkpoints_of_hub())
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint.
+
+    Raises:
+        OSError, ValueError, KeyError: there are none, or their index cannot be read.
+    """
+    index = folder / _INDEX
+    if not index.exists():
+        return [folder / _WEIGHTS]
+    named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    return [folder / name for name in sorted(set(named))]
 
 
 # --- files on this disk ---------------------------------------------------------------------------------------------
@@ -131,16 +151,38 @@ def _hub_cache() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
+def _folder_of(repository: str) -> Path:
+    return _hub_cache() / f"models--{repository.replace('/', '--')}"
+
+
 def _snapshots(repository: str) -> list[Path]:
     """The folders of a repository in the hub's cache, the newest last."""
-    folder = _hub_cache() / f"models--{repository.replace('/', '--')}" / "snapshots"
+    folder = _folder_of(repository) / "snapshots"
     found = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     return sorted(found, key=lambda path: path.stat().st_mtime)
 
 
+def _repositories() -> list[str]:
+    folders = sorted(_hub_cache().glob("models--*--*"))
+    return [folder.name.removeprefix("models--").replace("--", "/", 1) for folder in folders]
+
+
+def _checkpoints_of_hub() -> Iterator[FoundFile]:
+    for repository in _repositories():
+        snapshots = {path.name: path for path in _snapshots(repository)}
+        try:  # what a hub id stands for
+            named = (_folder_of(repository) / "refs" / "main").read_text(encoding="utf-8").strip()
+            config = json.loads((snapshots[named] / "config.json").read_text(encoding="utf-8"))
+            nbytes = sum(path.stat().st_size for path in weight_files(snapshots[named]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        kinds = config.get("architectures") or () if isinstance(config, dict) else ()
+        if any(_LANGUAGE_MODEL.search(str(kind)) for kind in kinds):
+            yield FoundFile(repository, snapshots[named], "hub cache", nbytes)
+
+
 def _found_of_hub() -> Iterator[FoundFile]:
-    for folder in sorted(_hub_cache().glob("models--*--*")):
-        repository = folder.name.removeprefix("models--").replace("--", "/", 1)
+    for repository in _repositories():
         for snapshot in _snapshots(repository)[-1:]:
             for path in _files_in(snapshot):
                 yield FoundFile(str(path), path, "hub cache", _nbytes(path))

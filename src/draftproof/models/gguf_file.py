@@ -10,6 +10,7 @@ import math
 import mmap
 import re
 import struct
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,9 @@ class TensorEntry:
         return torch.frombuffer(self.map, dtype=torch.uint8, count=self.nbytes, offset=self.offset)
 
     def release(self) -> None:
-        """Let its pages go; they are read again where they are needed."""
+        """Let its pages go; they are read again where they are needed. Windows takes them back by itself."""
+        if sys.platform == "win32":
+            return
         start = self.offset // mmap.PAGESIZE * mmap.PAGESIZE
         self.map.madvise(mmap.MADV_DONTNEED, start, self.offset + self.nbytes - start)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Int64, UInt8
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from draftproof.native.structures import GGML_SEGMENTS, GGMLArguments
@@ -40,19 +40,23 @@ TYPES = {
     6: GGMLType("Q5_0", 32, 22, 64, 704),
     7: GGMLType("Q5_1", 32, 24, 64, 768),
     8: GGMLType("Q8_0", 32, 34, 64, 1088),
-    10: GGMLType("Q2_K", 256, 84, 256, 2624),
-    11: GGMLType("Q3_K", 256, 110, 256, 3392),
+    10: GGMLType("Q2_K", 256, 84, 256, 1600),
+    11: GGMLType("Q3_K", 256, 110, 256, 2368),
     12: GGMLType("Q4_K", 256, 144, 256, 2368),
     13: GGMLType("Q5_K", 256, 176, 256, 2880),
     14: GGMLType("Q6_K", 256, 210, 256, 3392),
-    20: GGMLType("IQ4_NL", 32, 18, 64, 1088),
-    23: GGMLType("IQ4_XS", 256, 136, 256, 4288),
-    39: GGMLType("MXFP4", 32, 17, 64, 704),
+    20: GGMLType("IQ4_NL", 32, 18, 64, 576),
+    23: GGMLType("IQ4_XS", 256, 136, 256, 2240),
+    39: GGMLType("MXFP4", 32, 17, 64, 576),
 }
 """By the number that files have for a type (gguf.GGMLQuantizationType)."""
 
-MXFP4 = 39
-"""The type of gpt-oss's experts."""
+Q8_0, MXFP4 = 8, 39
+"""Types of rounded experts of 8 bits, and of gpt-oss's experts."""
+
+SIXTEEN_BITS = {1: GGMLType("F16", 1, 2, 32, 1024, AS_FLOATS), 30: GGMLType("BF16", 1, 2, 32, 1024, AS_FLOATS)}
+"""Floats of 16 bits, by the number that files have for them."""
+_FLOATS = {1: torch.float16, 30: torch.bfloat16}
 
 WORDS = {32: 1032, 64: 1064, 128: 1128}
 """Types of our own for GPTQ and AWQ, by the inputs of a group: 4 bits, a float16 scale, the number for 0."""
@@ -65,6 +69,7 @@ LEVELS = {"nf4": 1304, "fp4": 1305}
 
 LAYOUTS = {
     **TYPES,
+    **SIXTEEN_BITS,
     1032: GGMLType("4 bits in groups of 32", 32, 19, 32, 384),
     1064: GGMLType("4 bits in groups of 64", 64, 35, 64, 640),
     1128: GGMLType("4 bits in groups of 128", 128, 67, 128, 1216),
@@ -78,7 +83,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True, eq=False)
 class StoredMatrix:
-    """A matrix of few bits as a checkpoint stores it."""
+    """A matrix of few bits, or of floats of 16 bits, as a checkpoint stores it."""
 
     content: UInt8[Tensor, " bytes"]  # its bytes, in memory or in the map of a file
     outs: int
@@ -86,6 +91,8 @@ class StoredMatrix:
     type: int
     dtype: torch.dtype  # of what products make
     rows: Int64[Tensor, " outs"] | None = None  # which stored row each output is; None where they are in order
+    # which of the layer's inputs each stored number of a row is multiplied with; None where they are in order
+    inputs: Int64[Tensor, " ins"] | None = None
     # lets the pages of the file go that hold it, to be read again where they are needed; None where the content is in
     # memory only
     release: Callable[[], None] | None = None
@@ -95,10 +102,11 @@ class StoredMatrix:
         if kind is None or self.ins % kind.elements or self.outs < 1 or self.ins < 1:
             raise ValueError(f"no matrix of {self.outs} x {self.ins} of ggml's type {self.type} can be read")
         require("content", self.content, torch.uint8, (self.outs * (self.ins // kind.elements) * kind.size,))
-        if self.rows is not None:
-            require("rows", self.rows, torch.int64, (self.outs,))
-            if not 0 <= int(self.rows.min()) <= int(self.rows.max()) < self.outs:
-                raise ValueError(f"an order of rows that are not all of 0 to {self.outs - 1}")
+        for name, order, count in (("rows", self.rows, self.outs), ("inputs", self.inputs, self.ins)):
+            if order is not None:
+                require(name, order, torch.int64, (count,))
+                if not 0 <= int(order.min()) <= int(order.max()) < count:
+                    raise ValueError(f"an order of {name} that are not all of 0 to {count - 1}")
 
     def __len__(self) -> int:
         return self.outs
@@ -115,6 +123,16 @@ class StoredMatrix:
     def device(self) -> torch.device:
         """Where products with it are made."""
         return CPU
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its numbers are floats of its dtype, so that products need no other form of it."""
+        return _FLOATS.get(self.type) == self.dtype
+
+    def plain(self) -> Float[Tensor, "outs ins"]:
+        """Its numbers where they are, if it is plain; a copy where its rows have another order."""
+        made = self.content.view(self.dtype).view(self.outs, self.ins)
+        return made if self.rows is None else made[self.rows]
 
     def first(self, outs: int) -> StoredMatrix:
         """Its first stored rows, or all where there are fewer."""
@@ -209,4 +227,10 @@ def why_not_joined(matrices: Sequence[StoredMatrix]) -> str | None:
         return f"a matrix before the last has a number of outputs that is no multiple of {LANES}"
     if len({LAYOUTS[each.type].inputs for each in matrices}) > 1:
         return "matrices whose products read inputs in several ways"
+    if any(not _same(each.inputs, matrices[0].inputs) for each in matrices[1:]):
+        return "matrices whose inputs have several orders"
     return None
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)

@@ -284,7 +284,7 @@ class Operations:
         return GGMLWeight((Segment(blocks, matrix.outs, matrix.type),), matrix.ins)
 
     def ggml_rows(self, matrix: StoredMatrix, ids: Int[Tensor, "*some"]) -> Float[Tensor, "*some in"]:
-        """Rows of a stored matrix, in this type."""
+        """Rows of a stored matrix, in this type and in the layer's order of inputs."""
         ids = ids.to(torch.int64).contiguous()
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < matrix.outs:
             raise ValueError(f"rows {ids.flatten().tolist()[:3]}... are not all of 0 to {matrix.outs - 1}")
@@ -293,6 +293,7 @@ class Operations:
         made = torch.empty((*ids.shape, matrix.ins), dtype=torch.float32)
         sizes = ids.numel(), matrix.ins, matrix.type
         self._ggml_rows(matrix.content.data_ptr(), ids.data_ptr(), made.data_ptr(), *sizes)
+        made = made if matrix.inputs is None else made[..., matrix.inputs.argsort()]
         return made.to(self.dtype)
 
     def rescore(

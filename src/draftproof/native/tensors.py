@@ -41,6 +41,10 @@ def require_quantizable(bits: int, group: int) -> None:
         raise ValueError(f"expected bits of {STORED_BITS} in groups of {GROUPS}, got {bits} bits in groups of {group}")
 
 
+def _has_rest(weight: Tensor) -> bool:
+    return bool(weight.shape[0] % LANES or weight.shape[1] % UNITS[weight.dtype])
+
+
 @dataclass(frozen=True, eq=False)
 class Interleaved:
     """A weight in the order in which C reads it."""
@@ -51,11 +55,19 @@ class Interleaved:
     ins: int
 
     @classmethod
-    def of(cls, weight: Float[Tensor, "out in"]) -> Interleaved:
-        """Interleave a plain weight of one of the types."""
-        (outs, ins), unit = weight.shape, UNITS[weight.dtype]
-        padded = F.pad(weight, (0, -ins % unit, 0, -outs % LANES)).view(-1, LANES, -(-ins // unit), unit)
-        return cls(padded.transpose(1, 2).contiguous(), outs, ins)
+    def of(cls, *parts: Float[Tensor, "_ in"]) -> Interleaved:
+        """Interleave plain weights of one of the types, whose outputs follow one another."""
+        ins, dtype, outs = parts[0].shape[1], parts[0].dtype, sum(map(len, parts))
+        if any(len(each) % LANES for each in parts[:-1]):
+            parts = (torch.cat(parts),)
+        blocks, start = torch.empty(cls.shape(outs, ins, UNITS[dtype]), dtype=dtype), 0
+        words = blocks.view(torch.int32).squeeze(-1)  # units move whole, and nothing else is copied
+        for part in parts:
+            padded = F.pad(part, (0, -ins % UNITS[dtype], 0, -len(part) % LANES)) if _has_rest(part) else part
+            units = padded.detach().contiguous().view(torch.int32).view(-1, LANES, words.shape[1]).transpose(1, 2)
+            words[start : start + len(units)].copy_(units)
+            start += len(units)
+        return cls(blocks, outs, ins)
 
     @staticmethod
     def shape(outs: int, ins: int, unit: int) -> tuple[int, int, int, int]:

@@ -26,11 +26,6 @@ from draftproof.server.connection import RESERVE, connection
 from draftproof.server.logs import flush_logs
 from draftproof.server.settings import Settings
 
-try:
-    import resource
-except ImportError:  # Windows, where sockets are not counted with files
-    resource = None  # type: ignore[assignment]
-
 _CONNECTIONS = 800  # by default, where no more requests may wait
 _BACKLOG = 1024  # connections that wait to be accepted, in the system
 _ACCEPTED = 8  # of them in one turn of the event loop: others are served between these
@@ -52,7 +47,8 @@ def bind(settings: Settings) -> socket.socket:
     except (OSError, OverflowError, UnicodeError) as error:
         raise UserError(f"cannot listen on {where}: {error}") from error
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform != "win32":  # there it would let two processes have one address
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
     except (OSError, OverflowError) as error:
         made.close()
@@ -121,8 +117,10 @@ def prepared(app: FastAPI, settings: Settings) -> _Speaker:
 
 def descriptors_for(connections: int) -> int:
     """Let the process open so many connections besides its files; returns how many it may, which can be fewer."""
-    if resource is None:
+    if sys.platform == "win32":  # which does not count sockets with files
         return connections
+    import resource
+
     needed = connections + RESERVE + _ACCEPTED + _FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -188,7 +186,8 @@ def _leave(message: str) -> None:
     """End the process whatever its threads do; Python itself would wait for some of them, or end under others."""
     with suppress(OSError, ValueError):
         where = sys.stderr.fileno()
-        if select.select([], [where], [], 1.0)[1]:  # else somebody does not read it
+        # Else somebody does not read it; Windows cannot tell.
+        if sys.platform == "win32" or select.select([], [where], [], 1.0)[1]:
             os.write(where, f"{message}\n".encode())
     os._exit(_FORCED)
 

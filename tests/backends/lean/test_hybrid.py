@@ -3,12 +3,14 @@
 import copy
 import functools
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 
 from draftproof.backends.base import Feed, rounding, unread
 from draftproof.backends.cache.layout import Layout
+from draftproof.backends.lean import inputs
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.native.structures import Sequences
 from draftproof.tree import TokenTree
@@ -30,7 +32,10 @@ def model(name, dtype=torch.float32):
 
 @functools.cache
 def backend(name, dtype=torch.float32):
-    return LeanSnapshotBackend(model(name, dtype), name=name)
+    with mock.patch.object(
+        inputs, "_SMALL", 1 << 20
+    ):  # a matrix unit (AMX) takes larger weights; these are to be read here
+        return LeanSnapshotBackend(model(name, dtype), name=name)
 
 
 def chain(tokens):

@@ -6,7 +6,6 @@ import transformers
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
-from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
@@ -79,10 +78,8 @@ def test_it_cannot_be_rounded_twice_or_get_new_weights():
         backend.with_weights({})
 
 
-def test_other_values_and_backends_are_refused():
+def test_other_values_are_refused():
     with pytest.raises(UserError, match="weights: expected one of auto, int4, int8, got 'int2'"):
         EngineOptions(weights="int2")
     with pytest.raises(UserError, match="activations: expected one of int8, float, got 'int4'"):
         EngineOptions(activations="int4")
-    with pytest.raises(UserError, match=r"expected backend lean .*, got .* on backend hf"):
-        HFBackend(random_model(transformers.LlamaConfig(**WIDE)), name="x").rounded(4)

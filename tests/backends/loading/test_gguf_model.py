@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -31,7 +32,7 @@ from draftproof.profiling.tensor_memory import tensor_memory
 from draftproof.sampling import default_params
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.tree import TokenTree
-from support.gguf_files import METADATA, write_model
+from support.gguf_files import BF16, F16, METADATA, write_llama, write_model
 from support.helpers import random_model
 
 BASE = {
@@ -141,18 +142,18 @@ def written(tmp_path_factory):
     """The model and the file of a case, made once."""
     made, folder = {}, tmp_path_factory.mktemp("gguf")
 
-    def get(name):
-        if name not in made:
+    def get(name, kinds=(12, 14, 8)):
+        if (name, kinds) not in made:
             config, changes = CASES[name]
             model = random_model(config, seed=3)
             source = torch.Generator().manual_seed(5)
             for part, each in model.named_parameters():
                 if "bias" in part or "sinks" in part:  # they would be zeros, or nearly
                     each.data.normal_(0.0, 0.5, generator=source)
-            path = folder / f"{name.replace(', ', '-')}.gguf"
-            write_model(path, model, name.split(",")[0], {**METADATA, **changes})
-            made[name] = model, path
-        return made[name]
+            path = folder / f"{name.replace(', ', '-')}-{len(made)}.gguf"
+            write_model(path, model, name.split(",")[0], {**METADATA, **changes}, kinds=kinds)
+            made[name, kinds] = model, path
+        return made[name, kinds]
 
     return get
 
@@ -186,10 +187,65 @@ def test_logits_are_those_of_transformers_over_the_same_numbers(name, written):
     assert 1e-5 < off(logits_of(backend), expected) < 0.05, "inputs have 8 bits"
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "qwen3moe", "granitemoe, shared", "gpt-oss"])
+@pytest.mark.parametrize("kinds", [(F16,), (BF16,), (None,)], ids=["F16", "BF16", "F32"])
+@pytest.mark.parametrize("name", CASES)
+def test_logits_of_files_of_floats_are_those_of_transformers(name, kinds, written):
+    model, path = written(name, kinds)
+    with torch.inference_mode():
+        expected = model(torch.tensor([IDS])).logits[0]
+    for activations in ("int8", "float"):  # nothing is rounded
+        backend = read_model(GGUFFile(path), name=name, dtype=torch.float32, activations=activations)
+        assert off(logits_of(backend), expected) < 1e-5
+        assert isinstance(backend.lean.run_layers, NativeLayers)
+        assert backend.rounding == ""
+        assert backend.facts.bits == (None if kinds == (None,) else 16)
+
+
+@pytest.mark.parametrize("kind", [F16, BF16])
+def test_files_of_16_bits_are_read_in_their_own_numbers(kind, written, caplog):
+    """Not by transformers, which would widen them; in bfloat16 only where that loses nothing."""
+    model, path = written("llama, tied", (kind,))
+    own = in_own_numbers(GGUFFile(path), "x.gguf", LoadOptions())
+    assert not caplog.records
+    assert own.dtype == {F16: torch.float32, BF16: torch.bfloat16}[kind]
+    assert own.facts.bits == {F16: 16, BF16: None}[kind]
+    with torch.inference_mode():
+        expected = model.to(own.dtype)(torch.tensor([IDS])).logits[0].float()
+    assert off(logits_of(own).float(), expected) < {F16: 1e-5, BF16: 0.02}[kind]
+    ids = torch.tensor([3, 0, 319])
+    assert torch.equal(own.embed(ids), model.model.embed_tokens.weight[ids])
+    assert torch.equal(own.output_rows(ids), model.lm_head.weight[ids])
+
+
+def test_a_file_of_bfloat16_can_be_quantized_for_drafts(written):
+    own = in_own_numbers(GGUFFile(written("llama, tied", (BF16,))[1]), "x.gguf", LoadOptions())
+    assert 1e-3 < off(logits_of(own.quantized(8)).float(), logits_of(own).float()) < 0.1
+    assert off(logits_of(own.quantized(4)).float(), logits_of(own).float()) < 0.5
+    half = in_own_numbers(GGUFFile(written("llama, tied", (F16,))[1]), "x.gguf", LoadOptions())
+    with pytest.raises(UserError, match=r"weights stay as the file has them \(F16\)"):
+        half.quantized(4)
+
+
+@pytest.mark.parametrize("kinds", [(F16,), (BF16,), (12, F16), (BF16, 14, 12)], ids=str)
+def test_weights_take_the_memory_of_the_file(kinds, written):
+    """Also where some of the matrices are of 16 bits and others of four."""
+    path = written("llama", kinds)[1]
+    own = in_own_numbers(GGUFFile(path), "x.gguf", LoadOptions())
+    file = GGUFFile(path)
+    products = sum(entry.nbytes for name, entry in file.tensors.items() if name != "token_embd.weight")
+    found = tensor_memory(own.lean.layers).total_packed + tensor_memory(own.lean.head).total_packed
+    assert 0.95 * products < found < 1.15 * products
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", "glm4", "qwen3moe", "granitemoe, shared", "gpt-oss", "F16", "BF16", "mixed"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_has_the_same_bits_alone_and_among_others(name, dtype, written):
-    backend = read_model(GGUFFile(written(name)[1]), name=name, dtype=dtype)
+    kinds = {"F16": (F16,), "BF16": (BF16,), "mixed": (12, F16, None, BF16, 14)}
+    path = written("llama", kinds[name])[1] if name in kinds else written(name)[1]
+    backend = read_model(GGUFFile(path), name=name, dtype=dtype)
+    assert backend.rounding == ""
     whole = logits_of(backend)
     session = backend.open()
     one_by_one = [backend.forward([Feed(session, [token])])[0].logits[-1] for token in IDS]
@@ -219,19 +275,43 @@ def test_texts_are_equal_with_and_without_drafts(name, written):
         assert drafted[1] + drafted[2] > 0
 
 
-def test_angles_of_llama_3_are_divided(tmp_path):
+def llama3():
+    """A model whose angles are divided, and by how much each is."""
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     rope = {"rope_type": "llama3", "rope_theta": 50000.0, **scaling}
     model = random_model(transformers.LlamaConfig(**BASE, rope_parameters=rope, rms_norm_eps=1e-5))
     plain = 1.0 / 50000.0 ** (torch.arange(0, 64, 2).float() / 64)
     factors = (plain / model.model.rotary_emb.inv_freq).numpy()
     assert factors.max() == pytest.approx(8.0)
+    return model, factors
+
+
+def test_angles_of_llama_3_are_divided(tmp_path):
+    model, factors = llama3()
     path = tmp_path / "llama.gguf"
     write_model(path, model, "llama", METADATA, extra=[("rope_freqs.weight", factors)])
     with torch.inference_mode():
         expected = model(torch.tensor([IDS * 5])).logits[0]
     found = logits_of(read_model(GGUFFile(path), name="x", dtype=torch.float32, activations="float"), IDS * 5)
     assert off(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("kind", [F16, BF16, None])
+def test_angles_of_a_file_of_floats_are_divided(kind, tmp_path):
+    model, factors = llama3()
+    path, metadata = tmp_path / "llama.gguf", {**METADATA, "vocab_size": 320}
+    write_model(path, model, "llama", metadata, kinds=(kind,), extra=[("rope_freqs.weight", factors)])
+    with torch.inference_mode():
+        expected = model(torch.tensor([IDS * 5])).logits[0]
+    own = in_own_numbers(GGUFFile(path), "x.gguf", LoadOptions(dtype="float32"))
+    assert off(logits_of(own, IDS * 5), expected) < 1e-5
+    with pytest.raises(UserError, match=r"ignores its rope_freqs\.weight.*without these options"):
+        in_own_numbers(GGUFFile(path), "x.gguf", LoadOptions(backend="hf"))
+    lossy = load_backend(str(path), LoadOptions(backend="hf", dtype="float32"))
+    assert off(logits_of(lossy, IDS * 5), expected) > 1e-3, "transformers leaves them out"
+    write_model(path, model, "llama", metadata, kinds=(kind,))
+    without = in_own_numbers(GGUFFile(path), "x.gguf", LoadOptions(dtype="float32"))
+    assert off(logits_of(without, IDS * 5), expected) > 1e-3, "divisors that are left out are seen"
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 50000.0, "factor": 4.0, "original_max_position_embeddings": 128}
@@ -268,32 +348,78 @@ def test_angles_of_scaled_embeddings(rope, keys, tmp_path):
     assert off(found, expected) < 1e-5
 
 
-def test_angles_of_long_and_short_sequences_are_the_short_ones(tmp_path):
-    short, long = ([start + 0.1 * number for number in range(32)] for start in (1.0, 2.0))
+@pytest.fixture(scope="module", params=[1.0, 0.75], ids=["whole heads", "a part of each head"])
+def phi(request, tmp_path_factory):
+    """A model with two sets of factors, as Phi-3-128k, or as Phi-4-mini, and its file; they change after 64 tokens."""
+    turned = int(32 * request.param)
+    short, long = ([start + 0.1 * number for number in range(turned)] for start in (1.0, 2.0))
     rope = {
         "rope_type": "longrope",
         "rope_theta": 50000.0,
         "short_factor": short,
         "long_factor": long,
-        "original_max_position_embeddings": 128,
-        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "factor": 8.0,
+        "partial_rotary_factor": request.param,
     }
     config = transformers.Phi3Config(
-        **BASE, rope_parameters=rope, rms_norm_eps=1e-5, original_max_position_embeddings=128
+        **BASE, rope_parameters=rope, rms_norm_eps=1e-5, original_max_position_embeddings=64, eos_token_id=0
     )
-    model, path = random_model(config), tmp_path / "phi3.gguf"
+    model, path = random_model(config), tmp_path_factory.mktemp("phi") / "phi3.gguf"
     scale = float(model.model.rotary_emb.attention_scaling)
     assert scale > 1
-    keys = {"rope.scaling.original_context_length": 128, "rope.scaling.attn_factor": scale}
+    keys = {
+        "rope.scaling.original_context_length": 64,
+        "rope.scaling.attn_factor": scale,
+        "rope.dimension_count": 2 * turned,
+    }
     factors = [
         (f"rope_factors_{name}.weight", np.array(each, np.float32)) for name, each in (("short", short), ("long", long))
     ]
     write_model(path, model, "phi3", {**METADATA, **keys}, extra=factors)
-    with torch.inference_mode():
-        expected = model(torch.tensor([IDS * 8])).logits[0]
+    return model, path
+
+
+def test_angles_of_long_and_short_sequences(phi):
+    model, path = phi
     backend = read_model(GGUFFile(path), name="x", dtype=torch.float32, activations="float")
-    assert off(logits_of(backend, IDS * 8), expected) < 1e-5
-    assert backend.max_positions == 128
+    assert backend.max_positions == 512
+    for count in (1, 2, 4, 5, 6, 20):  # of 15 tokens each: up to 60 the factors are the short ones
+        with torch.inference_mode():
+            expected = model(torch.tensor([IDS * count])).logits[0, -1]
+        session = backend.open()
+        (found,) = backend.forward([Feed(session, IDS * count)])
+        assert off(found.logits[-1], expected) < 1e-5
+        session.close()
+    # negative control: the factors that a text of 75 tokens would have with the short ones everywhere
+    backend._switch = None
+    (found,) = backend.forward([Feed(backend.open(), IDS * 5)])
+    with torch.inference_mode():
+        assert off(found.logits[-1], model(torch.tensor([IDS * 5])).logits[0, -1]) > 1e-3
+
+
+def test_texts_go_on_past_the_length_of_short_factors(phi):
+    """Greedily, also with drafts and beside other texts, which begin on either side of the length."""
+    model, path = phi
+    backend = read_model(GGUFFile(path), name="x", dtype=torch.float32, activations="float")
+    prompts = [IDS * 4, IDS * 2, IDS * 6]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    for drafter in (None, NgramDrafter(4)):
+        for out, prompt in zip(Engine(backend, drafter).generate(prompts, params), prompts, strict=True):
+            ids = list(prompt)
+            for token in out.token_ids:
+                with torch.inference_mode():
+                    logits = model(torch.tensor([ids])).logits[0, -1]
+                assert logits[token] > logits.max() - 1e-3, "but for rounding the likeliest"
+                ids.append(token)
+
+
+def test_short_factors_alone_end_the_context(phi, tmp_path):
+    model, _ = phi
+    factors = [("rope_factors_short.weight", np.ones(32, np.float32))]
+    keys = {"rope.scaling.original_context_length": 64}
+    write_model(tmp_path / "x.gguf", model, "phi3", {**METADATA, **keys}, extra=factors)
+    assert read_model(GGUFFile(tmp_path / "x.gguf"), name="x", dtype=torch.float32).max_positions == 64
 
 
 def test_matrices_in_floats_stand_beside_blocks(tmp_path):
@@ -309,12 +435,20 @@ def test_matrices_in_floats_stand_beside_blocks(tmp_path):
     [
         ({"rope.scaling.type": "yarn"}, "the length of its training is not named"),
         ({"rope.scaling.type": "other"}, "its rotary embedding is other"),
-        ({"attention.value_length": 32}, "another size than its keys"),
     ],
 )
-def test_what_is_not_known_is_left_to_transformers_and_said(changes, why, tmp_path, caplog):
+def test_angles_that_transformers_would_lose_are_an_error(changes, why, tmp_path):
     path = tmp_path / "x.gguf"
     write_model(path, random_model(CASES["llama"][0]), "llama", {**METADATA, **changes})
+    with pytest.raises(
+        UserError, match=rf"{why}; and transformers.*ignores its rope.scaling.type {changes.popitem()[1]}"
+    ):
+        in_own_numbers(GGUFFile(path), "x.gguf", LoadOptions())
+
+
+def test_what_is_not_known_is_left_to_transformers_and_said(tmp_path, caplog):
+    path, why = tmp_path / "x.gguf", "another size than its keys"
+    write_model(path, random_model(CASES["llama"][0]), "llama", {**METADATA, "attention.value_length": 32})
     with pytest.raises(UnreadError, match=why):
         read_model(GGUFFile(path), name="x", dtype=torch.float32)
     assert in_own_numbers(GGUFFile(path), "x.gguf", LoadOptions()) is None
@@ -383,6 +517,35 @@ def test_it_is_left_to_transformers_where_that_was_asked_for(written, monkeypatc
     monkeypatch.setenv(VARIABLE, "0")
     with pytest.raises(UnreadError, match="native operations are off"):
         read_model(file, name="x", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama, tied"])
+def test_a_bar_counts_the_tensors_of_a_large_file_on_a_terminal(kind, written, monkeypatch):
+    file, seen = GGUFFile(written(kind)[1]), []
+
+    @contextmanager
+    def watch(title, total, done):
+        seen.append((title, total, done))
+        yield seen.append
+
+    monkeypatch.setattr("draftproof.backends.loading.gguf_model.bar", watch)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    in_own_numbers(file, "x.gguf", LoadOptions())
+    assert not seen, "a small file is read at once"
+    monkeypatch.setattr("draftproof.backends.loading.gguf_model._LARGE", 0)
+    in_own_numbers(file, "x.gguf", LoadOptions())
+    assert seen == [("reading x.gguf", len(file.tensors), 0), *range(1, len(file.tensors) + 1)]
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
+    in_own_numbers(file, "x.gguf", LoadOptions())
+    assert len(seen) == len(file.tensors) + 1, "elsewhere it shows nothing"
+
+
+def test_an_unknown_tokenizer_is_said_before_weights_are_read(tmp_path, monkeypatch):
+    path = tmp_path / "x.gguf"
+    write_llama(path, **{"tokenizer.ggml.pre": "of-nobody"})
+    monkeypatch.setattr("draftproof.backends.loading.load.in_own_numbers", pytest.fail)
+    with pytest.raises(UserError, match="names the pre-tokenizer 'of-nobody'"):
+        Engine.load(str(path))
 
 
 def test_sampling_settings_in_the_file_are_its_defaults(tmp_path, written):

@@ -29,7 +29,7 @@ from support.distributions import checks_off
 from support.gguf_modules import CONFIGS, module_model, write_modules
 
 IDS = [5, 9, 2, 7, 11, 3, 300, 41, 17, 8, 260, 77, 30, 31, 32]
-Q8_0, FEW = (8,), (12, 14, 8)
+Q8_0, FEW, F16, BF16 = (8,), (12, 14, 8), 1, 30
 
 
 FAST = ("lfm2", "qwen35", "falcon-h1, norm", "granitehybrid, experts", "gemma4")
@@ -87,6 +87,23 @@ def test_logits_are_those_of_transformers(name, written):
     backend = read_modules(GGUFFile(few), name=name, dtype=torch.float32)
     most = 0.5 if name == "gemma4, experts" else 0.15  # a token may choose another expert
     assert 1e-5 < off(logits_of(backend), expected) < most, "weights and inputs have 8 bits"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_files_of_16_bits_keep_them(name, written):
+    model, path = written(name, (F16,))
+    with torch.inference_mode():
+        expected = model(torch.tensor([IDS])).logits[0]
+    backend = read_modules(GGUFFile(path), name=name, dtype=torch.float32)
+    assert off(logits_of(backend), expected) < 5e-3
+    assert backend.facts.bits == 16
+    dense = read_modules(GGUFFile(path), name=name, dtype=torch.float32, activations="float")
+    assert off(logits_of(backend), logits_of(dense)) < 1e-5, "nothing is rounded"
+    narrow = in_own_numbers(GGUFFile(written(name, (BF16,))[1]), name, LoadOptions())
+    assert narrow.dtype == torch.bfloat16
+    assert narrow.facts.bits is None
+    most = 0.5 if name == "gemma4, experts" else 0.05
+    assert off(logits_of(narrow).float(), expected) < most, "the dtype that such files have elsewhere, too"
 
 
 @pytest.mark.slow
@@ -216,7 +233,7 @@ def test_tables_are_the_files_numbers(written, loaded):
 def test_what_it_cannot_do_is_refused(loaded):
     with pytest.raises(UserError, match="cannot be quantized to 4 bits: its weights have few bits already"):
         loaded("lfm2").quantized(4)
-    with pytest.raises(UserError, match=r"are the blocks of a \.gguf file"):
+    with pytest.raises(UserError, match="weights of lfm2 cannot be changed: they have few bits"):
         loaded("lfm2").with_weights({})
 
 

@@ -6,16 +6,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from draftproof import Engine, UserError, models
 from draftproof.backends.loading import match
 from draftproof.backends.loading.load import load
-from draftproof.backends.loading.match import VERIFIED, Match, matches
+from draftproof.backends.loading.match import VERIFIED, Match, Reads, matches, reads
 from draftproof.cli import app
 from draftproof.embedded import draft_dir, stories_draft_dir, stories_target_dir, target_dir
 from draftproof.engine import engine
+from draftproof.models.found import found_checkpoints
+from draftproof.models.gguf_file import GGUFFile
 from draftproof.models.layers import truncated_copy
+from support.gguf_modules import module_model, write_modules
 from support.vocabularies import renumbered
 
 ROOT = Path(__file__).parents[3]
@@ -61,6 +66,84 @@ def test_the_cost_of_five_rows_is_the_measured_one():
     assert times["5"] / times["1"] == pytest.approx(VERIFIED, abs=0.005)
 
 
+def in_hub(folder, source, repository="bob/small", commit="1" * 40):
+    """A model in a pretended cache of the hub."""
+    held = folder.parent / "hub" / f"models--{repository.replace('/', '--')}"
+    (held / "refs").mkdir(parents=True, exist_ok=True)
+    (held / "refs" / "main").write_text(commit)
+    return Path(shutil.copytree(source, held / "snapshots" / commit))
+
+
+def test_checkpoints_in_the_cache_of_the_hub_are_listed(folder):
+    place = in_hub(folder, draft_dir())
+    in_hub(folder, draft_dir(), commit="2" * 40)  # another revision, which the id does not stand for
+    (place.parents[1] / "refs" / "main").write_text("1" * 40)
+    half = in_hub(folder, draft_dir(), "bob/half")
+    (half / "model.safetensors").unlink()
+    encoder = in_hub(folder, draft_dir(), "bob/encoder")
+    config = json.loads((encoder / "config.json").read_text())
+    (encoder / "config.json").write_text(json.dumps({**config, "architectures": ["BertModel"]}))
+    in_hub(folder, draft_dir(), "bob/lost", "3" * 40)
+    (folder.parent / "hub" / "models--bob--lost" / "refs" / "main").write_text("4" * 40)
+    assert [(each.name, each.path) for each in found_checkpoints()] == [("bob/small", place)]
+    found = {each.name: each for each in matches(load("embedded:target"))}
+    assert found["bob/small"].why_not == ""
+    assert found["bob/small"].nbytes == round(reads(draft_dir()).of(1))
+    shown = CliRunner().invoke(app, ["models", "match", "embedded:target"]).stdout
+    assert f"bob/small  {found['bob/small'].nbytes / 1e9:.2f} GB for a token, 0." in shown
+
+
+def test_the_target_itself_in_the_cache_of_the_hub_is_left_out(folder):
+    in_hub(folder, target_dir(), "bob/target")
+    assert [each.name for each in matches(load(str(in_hub(folder, draft_dir()))))] == ["bob/target"]
+    target = next(each for each in found_checkpoints() if each.name == "bob/target")
+    assert [each.name for each in matches(load(str(target.path)))] == ["bob/small"]
+
+
+def checkpoint_of(folder, sizes, **config):
+    """A directory with the tensors of these sizes, in bytes."""
+    folder.mkdir()
+    save_file(
+        {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_what_a_token_reads_of_a_checkpoint(tmp_path):
+    sizes = {"model.embed_tokens.weight": 1000, "model.layers.0.mlp.up_proj.weight": 300}
+    assert reads(checkpoint_of(tmp_path / "tied", sizes)).of(1) == 1300
+    untied = {**sizes, "lm_head.weight": 1000}
+    assert reads(checkpoint_of(tmp_path / "untied", untied)).of(1) == 1300
+    experts = {**untied, "model.layers.0.mlp.experts.gate_up_proj": 1600, "model.layers.0.mlp.gate.weight": 20}
+    fields = {"num_experts": 8, "num_experts_per_tok": 2}
+    for name, config in (("experts", fields), ("nested", {"text_config": fields})):
+        made = reads(checkpoint_of(tmp_path / name, experts, **config))
+        assert (made.of(1), made.of(2)) == (1320 + 400, 1320 + 1600 * (1 - (6 / 8) ** 2))
+    assert reads(checkpoint_of(tmp_path / "unknown", experts)).of(1) == 2920, "all of them, where nothing says how many"
+
+
+def test_rows_of_a_mixture_read_more():
+    """Qwen3-30B-A3B: a fifth of what a token reads is not in experts, and 8 of 128 are chosen; five rows read 3.7 times
+    as much. Nothing gains there that would gain 1.7 times with a dense target."""
+    whole = Reads(200, 800 * 128 // 8, 8 / 128)
+    growth = tuple(whole.of(rows) / whole.of(1) for rows in range(2, 10))
+    distinct = 128 * (1 - (1 - 8 / 128) ** 5)
+    assert growth[3] == pytest.approx((200 + 800 * distinct / 8) / 1000)
+    dense, mixture = Match("x", 1, 0.1, ""), Match("x", 1, 0.1, "", growth=growth)
+    assert dense.gain(0.7)[0] > 1.5
+    assert mixture.gain(0.7)[0] < 1.1
+    assert mixture.gain(0.7)[1] < dense.gain(0.7)[1]
+
+
+def test_a_mixture_in_a_gguf_file_reads_the_experts_of_a_token(tmp_path):
+    write_modules(tmp_path / "x.gguf", module_model("qwen35moe"), "qwen35moe", (8,))
+    file, found = GGUFFile(tmp_path / "x.gguf"), reads(tmp_path / "x.gguf")
+    assert round(found.of(1)) == sum(entry.nbytes for entry in file.read_for_a_token)
+    assert 0 < found.chosen < 1
+    assert found.of(1) < found.of(2) < 2 * found.of(1)
+
+
 def test_the_gain_is_that_of_the_bytes():
     one = Match("x", 1, 0.1, "")
     gains = {g: (1 - 0.8 ** (g + 1)) / 0.2 / (g * 0.1 + VERIFIED) for g in range(1, 9)}
@@ -74,6 +157,7 @@ def loaded(monkeypatch, *places, draft=None):
     names = []
     monkeypatch.setenv("DRAFTPROOF_NATIVE", "0")  # where HOME is empty, the library would be built
     monkeypatch.setattr(match, "found_files", lambda: [SimpleNamespace(name=str(place)) for place in places])
+    monkeypatch.setattr(match, "found_checkpoints", list)
     monkeypatch.setattr(engine, "load", lambda name, *rest, **more: names.append(name) or load(name, *rest, **more))
     Engine.load("embedded:stories", draft, find_draft=True, drafter="none", check=False)
     return names

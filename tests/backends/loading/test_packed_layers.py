@@ -9,9 +9,11 @@ from draftproof.backends.base import Feed
 from draftproof.backends.hf.native_modules import natively
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
-from draftproof.backends.products.packed_linear import LinearSlice
+from draftproof.backends.loading.stored_backends import StoredWeights, _Passing
+from draftproof.backends.products.packed_linear import LinearSlice, StoredProduct
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.registry import make_drafter
+from draftproof.tree import TokenTree
 from support.packed_checkpoints import IDS, SHAPE, checkpoint, logits_of, off, read, round_rows
 
 FAMILIES = {
@@ -36,7 +38,12 @@ def loaded(folder, **changes):
 
 @pytest.mark.parametrize(
     ("family", "method", "most"),
-    [*((family, "nf4-nested", 2e-5) for family in FAMILIES), ("hf", "w8a8", 0.03), ("hf", "gptq", 0.03)],
+    [
+        *((family, "nf4-nested", 2e-5) for family in FAMILIES),
+        ("hf", "w8a8", 0.03),
+        *((family, "gptq-act-order", 0.03) for family in FAMILIES),
+        ("hf", "compressed-tensors, zeros", 0.03),
+    ],
 )
 def test_logits_and_texts(family, method, most, tmp_path):
     model = checkpoint(tmp_path, method, 64, config=FAMILIES[family]())
@@ -50,18 +57,62 @@ def test_logits_and_texts(family, method, most, tmp_path):
     found = torch.cat([backend.forward([Feed(session, [token])])[0].logits for token in IDS])
     assert off(found, expected) < most
     replaced = [each for each in backend.model.modules() if isinstance(each, LinearSlice)]
-    assert len(replaced) == sum("_proj.weight" in name for name in model.state_dict())
+    packed = sum("_proj.weight" in name for name in model.state_dict())
+    few = sum(isinstance(each.product, StoredProduct) for each in replaced)
+    left = {"hf": 1, "snapshot": 0, "with biases": 1 + 2 * 3}[family]
+    assert (few, len(replaced)) == (packed, packed + left), "and the layers that are left as floats are native"
     prompts = [IDS * 2, IDS[3:]]
     together = [out.token_ids for out in Engine(backend, NgramDrafter(), max_batch=2).generate(prompts, PLAIN)]
     alone = [Engine(backend, None).generate(prompt, PLAIN)[0].token_ids for prompt in prompts]
     assert together == alone
+    if (family, method) == ("snapshot", "gptq-act-order"):  # native layers do not change the order of inputs
+        assert "another order (desc_act)" in backend.rounding
+        return
+    session, whole = backend.open(), logits_of(backend)
+    rows = torch.stack([backend.forward([Feed(session, [token])])[0].logits[-1] for token in IDS])
+    assert torch.equal(rows, whole)
+    chain = TokenTree.chain(torch.tensor(IDS[1:] * 2))  # more rows than torch's products are left to
+    for output in backend.forward([Feed(backend.open(), IDS[:1], chain) for _ in range(3)]):
+        assert torch.equal(output.logits[: len(IDS)], whole)
+
+
+def test_attention_that_is_not_known_is_that_of_transformers(tmp_path, caplog):
+    """Gemma 2 caps its scores, which is not done natively here."""
+    config = transformers.Gemma2Config(**SHAPE, head_dim=64, query_pre_attn_scalar=64, sliding_window=6)
+    model = checkpoint(tmp_path, "gptq", 64, config=config)
+    with torch.inference_mode():
+        expected = model(torch.tensor([IDS])).logits[0]
+    with caplog.at_level("INFO"):
+        backend = loaded(tmp_path)
+    assert type(backend) is StoredWeights
+    assert "has torch's attention: " in caplog.text
+    assert off(logits_of(backend), expected) < 0.03
+
+
+@pytest.mark.parametrize("change", ["window", "scale"])
+def test_another_attention_than_the_models_own_is_not_taken(change, tmp_path, monkeypatch):
+    """Negative control: the check when the model is loaded sees it, and attention stays transformers'."""
+    checkpoint(tmp_path, "nf4", 64, config=FAMILIES["hf"]())
+    attend = _Passing.attend
+
+    def other(self, layer, query, key, value, scale, window):
+        scale, window = (scale, None) if change == "window" else (2 * scale, window)
+        return attend(self, layer, query, key, value, scale, window)
+
+    monkeypatch.setattr(_Passing, "attend", other)
+    assert type(loaded(tmp_path)) is StoredWeights
+
+
+def test_without_a_check_attention_is_that_of_transformers(tmp_path):
+    checkpoint(tmp_path, "nf4", 64, config=FAMILIES["hf"]())
+    assert type(loaded(tmp_path, check=False)) is StoredWeights
 
 
 def test_other_layers_are_native_and_no_drafter_rounds_again(tmp_path):
     checkpoint(tmp_path, "nf4", 64, config=FAMILIES["hf"]())
     backend = loaded(tmp_path)
     assert type(natively(backend.model).lm_head) is not torch.nn.Linear
-    with pytest.raises(UserError, match=r"weights are quantized already .packed.*another drafter"):
+    with pytest.raises(UserError, match=r"its weights have few bits already; .*another drafter"):
         make_drafter("quantized:8", target=backend, draft=None, stopper="fixed:3")
 
 

@@ -109,7 +109,7 @@ def test_texts_are_equal_with_and_without_drafts_and_in_batches(method, dtype, t
 
 def weights_in(folder, tensors, **fields):
     save_file({f"x.{name}": each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
-    return PackedWeights(folder, {"quant_method": "bitsandbytes", **fields}, torch.float32, dense=False)
+    return PackedWeights(folder, {"quant_method": "bitsandbytes"} | fields, torch.float32, dense=False)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -146,6 +146,25 @@ def test_w8a8_is_the_product_of_compressed_tensors(tmp_path):
     assert off(StoredProduct([matrix])(x), rounded @ weight.T) < 1e-6
     assert off(StoredProduct([matrix]).dense(), weight) < 1e-6
     assert off(x @ weight.T, rounded @ weight.T) > 1e-3
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_w4a16_is_what_compressed_tensors_decompresses(symmetric, tmp_path):
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    base = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
+    utils = pytest.importorskip("compressed_tensors.quantization.utils")
+    args = quantization.QuantizationArgs(num_bits=4, strategy="group", group_size=64, symmetric=symmetric)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=args)
+    weight = torch.randn(100, 256, generator=torch.Generator().manual_seed(1)) + 0.5
+    groups = weight.view(100, -1, 64)
+    scale, zero = utils.calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    given = {"weight": weight, "weight_scale": scale.half(), "weight_zero_point": zero}
+    packed = base.PackedQuantizationCompressor.compress(given, scheme)
+    assert ("weight_zero_point" in packed) is not symmetric
+    fields = {"format": "pack-quantized", "config_groups": {"group_0": {"weights": args.model_dump(mode="json")}}}
+    weights = weights_in(tmp_path, packed, **fields, quant_method="compressed-tensors")
+    expected = base.PackedQuantizationCompressor.decompress({**packed, "weight_scale": scale.half().float()}, scheme)
+    assert torch.equal(dense(weights.matrix("x")), expected["weight"])
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -243,10 +262,11 @@ def test_zero_points_of_symmetric_numbers(tmp_path, caplog):
         ("w8a8", "input_activations", {"dynamic": False}, "its inputs are rounded otherwise"),
         ("w8a8", "input_activations", {"strategy": "tensor"}, "its inputs are rounded otherwise"),
         ("w8a16-packed", "input_activations", {"num_bits": 8}, "its inputs are rounded otherwise"),
-        ("w8a8", "weights", {"symmetric": False}, "not symmetric numbers of 8 bits"),
-        ("w8a8", "weights", {"num_bits": 4}, "not symmetric numbers of 8 bits"),
-        ("w8a8", "weights", {"type": "float"}, "not symmetric numbers of 8 bits"),
-        ("w8a16-packed", "weights", {"num_bits": 3}, "not symmetric numbers of 4 or 8 bits"),
+        ("w8a8", "weights", {"symmetric": False}, "its weights of 8 bits are not symmetric"),
+        ("w8a16-packed", "weights", {"symmetric": False}, "its weights of 8 bits are not symmetric"),
+        ("w8a8", "weights", {"num_bits": 4}, "not whole numbers of 8 bits"),
+        ("w8a8", "weights", {"type": "float"}, "not whole numbers of 8 bits"),
+        ("w8a16-packed", "weights", {"num_bits": 3}, "not whole numbers of 4 or 8 bits"),
     ],
 )
 def test_other_numbers_of_compressed_tensors_are_said(method, part, change, why, tmp_path, caplog):

@@ -36,12 +36,14 @@ def addresses_are_free(device: torch.device) -> bool:
 
 @functools.cache
 def _unlimited() -> bool:
+    if sys.platform == "win32":
+        return False
     try:
         import resource
 
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         return limit == resource.RLIM_INFINITY and _POLICY.read_text(encoding="ascii").strip() != _STRICT
-    except (ImportError, OSError, ValueError):
+    except (OSError, ValueError):
         return False
 
 
@@ -60,13 +62,13 @@ class Buffer:
         size = like.dtype.itemsize
         for each in shape:
             size *= each
-        if paged(like.device) and size:
+        if sys.platform != "win32" and paged(like.device) and size:
             try:
                 self._pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
             except OSError:
                 if mapped:
                     raise
-        if self._pages is None:
+        if sys.platform == "win32" or self._pages is None:
             self.tensor = like.new_zeros(tuple(shape))
         else:
             with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -84,7 +86,7 @@ class Buffer:
         Args:
             part: a view of `tensor` whose elements are neighbours.
         """
-        if self._pages is None or part.nbytes < PAGE:
+        if sys.platform == "win32" or self._pages is None or part.nbytes < PAGE:
             part.zero_()
             return
         start = part.data_ptr() - self.tensor.data_ptr()

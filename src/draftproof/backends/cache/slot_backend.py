@@ -159,8 +159,8 @@ class SlotBackend(ABC):
             UserError: as `quantizing`, or a backend that has no such form.
         """
         raise UserError(
-            f"weights of {bits} bits: expected backend lean (a dense decoder in float32 or bfloat16), got "
-            f"{self.name} on backend {self.kind}: take a checkpoint that is quantized already"
+            f"weights of {bits} bits: expected backend lean, hf or snapshot, got {self.name} on backend {self.kind}: "
+            "take a checkpoint that is quantized already"
         )
 
     def round_kv(self) -> None:

@@ -115,6 +115,11 @@ class HFBackend(SlotBackend):
                 made.facts = replace(self.facts, bits=bits)
             yield made
 
+    def rounded_copy(self, model: Any, bits: int) -> Any:
+        """A form of its model as a target of 4 or 8 bits; errors as of `quantized_modules.quantizing`."""
+        *_, made = quantizing(model, bits, self.name, self._written, kept=self.keeps, target=True)
+        return made
+
     def _written(self, model: Any, statistics: Collection[InputStatistics]) -> Iterator[None]:
         """Let a form of the model write a text, in sessions of its own; see `calibration.write`."""
         reader = self._with_model(model)
@@ -182,8 +187,12 @@ class HFBackend(SlotBackend):
 
     def _masks(self, layout: Layout) -> Tensor | dict[str, Tensor | None]:
         """A mask for each kind of layer; a tensor where there is only one kind."""
-        made = {kind: layout.mask(window, self.dtype) for kind, window in self._windows.now().items()}
+        made = {kind: self._mask(layout, window) for kind, window in self._windows.now().items()}
         if len(made) == 1:
             return next(iter(made.values()))
         hybrid = {f"hybrid{name}": made.get(kind) for name, kind in (("", FULL), ("_sliding", SLIDING))}
         return {**dict.fromkeys(RECURRENT), **hybrid, **made}
+
+    def _mask(self, layout: Layout, window: int | None) -> Tensor:
+        """What an attention layer gets as the mask of a window."""
+        return layout.mask(window, self.dtype)

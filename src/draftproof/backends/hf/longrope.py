@@ -53,7 +53,14 @@ def switch_of(model: nn.Module) -> FactorSwitch | None:
             module.follows_passes = True
             module.register_forward_pre_hook(_show_length, with_kwargs=True)
             module.register_forward_hook(_hide_length)
-    return FactorSwitch(found[0].config)
+    config = found[0].config
+    return FactorSwitch(lambda: int(config.rope_parameters[LENGTH]))
+
+
+def is_long() -> bool:
+    """Whether the passes that are computed at the moment have the long factors."""
+    forced = _FORCED.get()
+    return forced is not None and forced.long
 
 
 def _show_length(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:  # noqa: ARG001
@@ -71,8 +78,7 @@ def _show_length(module: nn.Module, args: tuple[Any, ...], options: dict[str, An
 
 
 def _hide_length(module: nn.Module, args: Any, made: tuple[Tensor, Tensor]) -> Any:  # noqa: ARG001
-    forced = _FORCED.get()
-    return tuple(each[:, :-1] for each in made) if forced is not None and forced.long else None
+    return tuple(each[:, :-1] for each in made) if is_long() else None
 
 
 @contextmanager
@@ -85,15 +91,19 @@ def _forcing(forced: _Forced) -> Iterator[None]:
 
 
 class FactorSwitch:
-    """The passes of a model with two sets of rotary factors."""
+    """The passes of a model with two sets of rotary factors.
 
-    def __init__(self, config: Any) -> None:
-        self._config = config
+    Args:
+        length: tokens up to which the short factors hold, at the moment.
+    """
+
+    def __init__(self, length: Callable[[], int]) -> None:
+        self._length = length
 
     @property
     def length(self) -> int:
         """Tokens up to which the short factors hold."""
-        return int(self._config.rope_parameters[LENGTH])
+        return self._length()
 
     def forward(self, feeds: Sequence[Feed], run: Forward, open_session: Callable[[], Session]) -> list[FeedOutput]:
         """Read every feed by `run` with the factors of its length, nodes past the length in a session of their own."""

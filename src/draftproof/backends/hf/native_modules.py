@@ -138,18 +138,19 @@ def native_experts(module: Any) -> Any | None:
     """
     if isinstance(module, _NativeExperts):
         return module
-    if not all(hasattr(module, name) for name in _SAID) or not _is_free(module):
+    if not says_experts(module) or not _is_free(module):
         return None
-    weight = module.down_proj
-    if (
-        not isinstance(weight, Tensor)
-        or weight.dim() != 3
-        or native.operations_for(weight) is None
-        or getattr(module, "_is_expert_parallel", False)
-    ):
+    if native.operations_for(module.down_proj) is None or getattr(module, "_is_expert_parallel", False):
         return None
     twin = _with(module, _NativeExperts)
     return twin if _agree(module, twin) else None
+
+
+def says_experts(module: Any) -> bool:
+    """Whether a module says how it keeps the weights of experts."""
+    if not all(hasattr(module, name) for name in _SAID):
+        return False
+    return isinstance(module.down_proj, Tensor) and module.down_proj.dim() == 3
 
 
 @torch.inference_mode()

@@ -39,6 +39,7 @@ class QuantizedLinear(nn.Module):
         weight: of the layer; still shown as its weight, for modules that look at it.
         output: whether it is the model's output layer (`PackedLinear.quantized_output`).
         inputs: what is known of its inputs; by default the errors of all weights count alike.
+        kept: whether the weight is kept; else one without memory is shown, of the same shape.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class QuantizedLinear(nn.Module):
         *,
         output: bool = False,
         inputs: MeasuredInputs | None = None,
+        kept: bool = True,
     ) -> None:
         super().__init__()
-        self.weight = weight
+        self.weight = weight if kept else nn.Parameter(weight.detach().to("meta"), requires_grad=False)
         self.bias = bias
         self.out_features, self.in_features = weight.shape
         whole = PackedLinear(weight.detach(), None if bias is None else bias.detach())
@@ -59,6 +61,13 @@ class QuantizedLinear(nn.Module):
             self.product = whole.quantized_output(bits, weight.detach(), inputs)
         else:
             self.product = whole.quantized(bits, inputs=inputs)
+
+    @classmethod
+    def of(cls, layer: Any, bits: int, **options: Any) -> QuantizedLinear:
+        """In the place of a linear layer; options are other arguments of the class."""
+        matrix = matrix_of(layer)
+        assert matrix is not None, "the layer is linear"
+        return cls(matrix, layer.bias, bits, **options)
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The layer's outputs."""
@@ -72,11 +81,14 @@ def quantizing(
     write: Callable[[Any, Collection[InputStatistics]], Iterator[None]] | None = None,
     *,
     kept: bool = True,
+    target: bool = False,
 ) -> Iterator[Any]:
     """A copy of a model with quantized linear layers and experts, made in steps: None after each, and at last the copy.
 
     Experts are quantized where they are native (`native_modules`), and shared elsewhere. `write` lets a form of the
     model that measures its inputs write a text (`calibration.write`); without it all errors of weights count alike.
+
+    A copy that is to be a `target` has an output layer of 8 bits, and no weights in two forms.
 
     Raises:
         UserError: another number of bits, weights that are quantized already or spread over devices, layers for which
@@ -106,9 +118,9 @@ def quantizing(
     made: dict[nn.Module, nn.Module] = {}
     for path, layer in layers.items():
         if layer not in made:
-            matrix, inputs = matrix_of(layer), statistics[layer].found()
-            assert matrix is not None, "the layer is linear"
-            made[layer] = QuantizedLinear(matrix, layer.bias, bits, output=layer is head, inputs=inputs)
+            own, output = (BITS[-1], False) if target and layer is head else (bits, layer is head)
+            inputs = statistics[layer].found() if own == bits else None
+            made[layer] = QuantizedLinear.of(layer, own, output=output, inputs=inputs, kept=not target)
             yield None
         put(copied, path, made[layer])
     for path, module in model.named_modules():

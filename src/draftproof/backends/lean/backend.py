@@ -7,8 +7,9 @@ moved weights, but cannot be trained, saved or moved any more.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +17,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from typing_extensions import override
 
+from draftproof.backends.base import Feed, FeedOutput
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.cache.windows import windows_of
+from draftproof.backends.hf.longrope import FactorSwitch
 from draftproof.backends.hf.probe import Probe
 from draftproof.backends.lean.checkpoint import Architecture, StateWeights
 from draftproof.backends.lean.layers import Lean
-from draftproof.backends.lean.native_layers import NativeLayers
 from draftproof.backends.lean.traits import Traits, UnreadError, is_hooked, is_stock, seen_traits, traits_of
 from draftproof.backends.model_info import ModelInfo
 from draftproof.backends.new_weights import EMBEDDING, HEAD, refuse_other_shapes, state_of
@@ -84,6 +86,16 @@ class LeanForward(SlotBackend):
         self.lean = lean
         self.packs = lean.packs
         self.embed = lean.embed
+        length = lean.traits.length
+        self._switch = FactorSwitch(lambda: length) if length else None
+
+    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
+        """See `SlotBackend.forward`; a model with two sets of rotary factors reads with those of each length."""
+        run = partial(super().forward, hidden=hidden)
+        if self._switch is None:
+            return run(feeds)
+        with self._cache.lock:
+            return self._switch.forward(feeds, run, self.open)
 
     @property
     def products(self) -> str:
@@ -97,8 +109,8 @@ class LeanForward(SlotBackend):
 
     @property
     def own_threads(self) -> bool:
-        """Whether its products run on the C library's threads."""
-        return isinstance(self.lean.run_layers, NativeLayers)
+        """See `base.own_threads`."""
+        return self.lean.is_native
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the output layer's weight."""

@@ -6,7 +6,6 @@ forward before (`Architecture.of`).
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +20,7 @@ from torch import Tensor
 from draftproof.backends.cache.windows import Windows
 from draftproof.backends.lean.layers import Lean
 from draftproof.backends.lean.traits import Traits
-
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+from draftproof.models.found import weight_files
 
 
 class TensorsByName(ABC):
@@ -221,16 +219,3 @@ class StateWeights(TensorsByName):
     def __getitem__(self, name: str) -> Any:
         """A copy of the tensor, so that it does not change with the module it comes from."""
         return self._state[name].detach().to(self._device, self._dtype, copy=True)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint.
-
-    Raises:
-        OSError, ValueError, KeyError: there are none, or their index cannot be read.
-    """
-    index = folder / INDEX
-    if not index.exists():
-        return [folder / WEIGHTS]
-    named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-    return [folder / name for name in sorted(set(named))]

@@ -13,7 +13,7 @@ from draftproof import native
 from draftproof.backends.hf.quantized_modules import QuantizedLinear
 from draftproof.backends.lean.mixture import linear_arguments
 from draftproof.backends.lean.traits import UnreadError, is_stock
-from draftproof.backends.products.packed_linear import LinearSlice, PackedLinear, PlainProduct
+from draftproof.backends.products.packed_linear import REORDERED, LinearSlice, PackedLinear, PlainProduct, SplitProduct
 from draftproof.native.structures import MOST_INPUTS, InputsArguments
 
 _SMALL = 1 << 18  # numbers of a weight for which a matrix unit gains little
@@ -60,8 +60,10 @@ class Joint:
 
     @classmethod
     def of(cls, product: PackedLinear | Joint) -> Joint:
-        """A product alone."""
-        return product if isinstance(product, Joint) else cls([product])
+        """A product alone, or the parts of one that is split."""
+        if isinstance(product, Joint):
+            return product
+        return cls(product.products if isinstance(product, SplitProduct) else [product])
 
     @classmethod
     def of_modules(
@@ -99,6 +101,8 @@ def product_of_layer(module: Any) -> tuple[PackedLinear, Int[Tensor, " outs"]]:
         UnreadError: native code cannot read it.
     """
     if isinstance(module, LinearSlice):
+        if module.product.layout == REORDERED:
+            raise UnreadError("the inputs of its products have another order (desc_act)")
         return module.product, module.outputs
     if isinstance(module, QuantizedLinear):
         return module.product, torch.arange(module.product.weight.outs)

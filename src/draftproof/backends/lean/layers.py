@@ -24,15 +24,23 @@ from draftproof import native
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.cache.windows import Windows
+from draftproof.backends.hf.longrope import is_long
 from draftproof.backends.lean.attention import Heads, NativeAttention, Pass
 from draftproof.backends.lean.attention import attention as attention_of
 from draftproof.backends.lean.mixture import Mixture
-from draftproof.backends.lean.native_layers import NORMS, PRODUCTS, NativeLayers, native_layers
+from draftproof.backends.lean.native_layers import NORMS, PRODUCTS, NativeLayers, computes_natively, native_layers
 from draftproof.backends.lean.rotary import Rope, Rotary
 from draftproof.backends.lean.traits import ACTIVATIONS, LLAMA, Traits, eps_of
 from draftproof.backends.products.calibration import MEASURED_BITS, InputStatistics, MeasuredProduct
 from draftproof.backends.products.calibration_files import measure
-from draftproof.backends.products.packed_linear import PackedLinear, fuse, operations_for_stored, product_of
+from draftproof.backends.products.packed_linear import (
+    REORDERED,
+    PackedLinear,
+    fuse,
+    operations_for_stored,
+    plain_of,
+    product_of,
+)
 from draftproof.errors import UserError
 from draftproof.native.ggml import StoredMatrix
 from draftproof.native.operations import Operations
@@ -68,8 +76,10 @@ class Lean:
         self.tied = tied
         self.head = product_of(self.embed.weight, pack=pack) if tied else fuse(model, ["lm_head"], pack=pack)
         like = inner.norm.weight
-        angles = [Rotary(torch.tensor(each, device=like.device), scale) for each, scale in traits.angles]
-        self.rope = Rope(angles, like)
+        self.rope, self.long_rope = (
+            Rope([Rotary(torch.tensor(each, device=like.device), scale) for each, scale in angles], like)
+            for angles in (traits.angles, traits.long_angles)
+        )
         self.windows = windows
         kinds = [next(iter(windows.kinds))] * len(inner.layers) if len(windows.kinds) == 1 else layer_kinds
         assert kinds is not None, "a model with several kinds of layer says which is which"
@@ -88,12 +98,17 @@ class Lean:
         return all(isinstance(layer.attention, NativeAttention) for layer in self.layers)
 
     @property
+    def is_native(self) -> bool:
+        """Whether all parts of its layers are."""
+        return isinstance(self.run_layers, NativeLayers) or all(map(computes_natively, self.layers))
+
+    @property
     def rounding(self) -> str:
         """Why a token's last digits may depend on the other tokens of a pass; empty where they cannot."""
         weight, dim = self.embed.weight, max(layer.heads.dim for layer in self.layers)
         if weight.device.type != "cpu":
             return f"its sums on {weight.device.type} depend on the rows of a pass"
-        if isinstance(self.run_layers, NativeLayers) and self.head.layout == "native" and self.norm.is_native:
+        if self.is_native and self.head.layout in ("native", REORDERED) and self.norm.is_native:
             return ""
         why = "some of its layers are not native"
         if weight.dtype not in UNITS:
@@ -152,7 +167,7 @@ class Lean:
             layers.append(layer.quantized(bits, inputs))
             yield None
         made = self._of(layers)
-        table = self.embed.weight if self.tied else None
+        table = plain_of(self.embed.weight) if self.tied else None
         if head_bits is None:
             made.head = self.head.quantized_output(bits, table, statistics[_HEAD].found())
         else:
@@ -190,7 +205,8 @@ class Lean:
         """Logits of the requested columns [rows, columns, vocab], and the last hidden state of each column if asked."""
         rows, width = layout.ids.shape
         x = self.enter(layout.ids.view(-1))
-        angles = self.rope(layout.positions.view(-1), layout.plan.horizon)
+        rope = self.long_rope if self.traits.length and is_long() else self.rope
+        angles = rope(layout.positions.view(-1), layout.plan.horizon)
         at = Pass(rows, width, *angles, cache, layout.plan, sequences)
         attention = self.layers[0].attention
         masks = {kind: attention.mask(layout, window, x.dtype) for kind, window in self.windows.now().items()}
@@ -294,7 +310,8 @@ class Norm:
         self.scaled = (self.weight.to(self.wide) if self.whole is None else self.whole) * size**0.5
         self.added = size * self.eps  # to the sum of squares
         self.least = torch.tensor(self.added**0.5, dtype=self.wide)
-        self._operations = native.operations_for(weight) if pack and not counts else None
+        self._counts = counts
+        self._operations = native.operations_for(weight) if pack else None
 
     @property
     def is_native(self) -> bool:
@@ -303,8 +320,11 @@ class Norm:
 
     def __call__(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
         """The normed rows; on the CPU in four operations, where torch's own has seven."""
-        if self._operations is not None:
+        if self._operations is not None and not self._counts:
             return self._operations.norm(x, self.scaled, self.added)
+        if self._operations is not None:
+            each = zip(torch.split(x, list(self._counts), -2), itertools.accumulate(self._counts), strict=True)
+            return torch.cat([self._operations.norm(part, self.scaled[end - 1], self.added) for part, end in each], -2)
         if self.fused and self.weight.dim() == 1:
             weight = self.weight if self.whole is None else self.whole
             return scaled_norm(x, weight, self.eps, self.whole is not None)

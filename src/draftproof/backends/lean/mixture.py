@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from draftproof import native
 from draftproof.backends.lean.traits import Experts, Traits
-from draftproof.backends.products.packed_linear import PackedLinear, dense, fuse, repacked
-from draftproof.native.ggml import GGMLWeight, StoredMatrix
+from draftproof.backends.products.packed_linear import PackedLinear, SplitProduct, fuse, let_go, plain_of, repacked
+from draftproof.native.ggml import GGMLWeight, StoredMatrix, why_not_joined
 from draftproof.native.operations import ACTIVATIONS
 from draftproof.native.structures import LinearArguments, MixtureArguments
 from draftproof.native.tensors import LANES
@@ -97,12 +97,13 @@ class _Experts:
         weights = [layer.weight for layer in layers]
         matrices = [weight for weight in weights if isinstance(weight, StoredMatrix)]
         self.weight: GGMLWeight | Tensor
-        if len(matrices) == len(weights) and not any(len(each) % (count * LANES) for each in matrices):
+        stay = len(matrices) == len(weights) and why_not_joined(matrices) is None and not matrices[0].is_plain
+        if stay and not any(len(each) % (count * LANES) or each.inputs is not None for each in matrices):
             self.weight = GGMLWeight.joined([repacked(each) for each in matrices], count)
             address, bits, _ = self.weight.arguments
         else:
-            plain = [weight if isinstance(weight, Tensor) else dense(weight) for weight in weights]
-            self.weight = torch.cat([each.view(count, -1, each.shape[-1]) for each in plain], 1)
+            self.weight = torch.cat([plain_of(each).view(count, -1, each.shape[-1]) for each in weights], 1)
+            let_go(weights)
             address, bits = self.weight.data_ptr(), 0
         self.ins = weights[0].shape[-1]
         biases = [layer.bias for layer in layers if layer.bias is not None]
@@ -113,8 +114,9 @@ class _Experts:
 def _shared(mlp: Any, traits: Traits, experts: Experts) -> dict[str, PackedLinear]:
     if not experts.shared:
         return {}
+    gate_up = fuse(mlp.shared_expert, traits.gate_up)
     made = {
-        "shared_gate_up": fuse(mlp.shared_expert, traits.gate_up),
+        "shared_gate_up": PackedLinear(gate_up.dense()) if isinstance(gate_up, SplitProduct) else gate_up,
         "shared_down": fuse(mlp.shared_expert, ["down_proj"]),
     }
     if experts.weighed:

@@ -16,6 +16,7 @@ from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.lean.attention import Heads, NativeAttention, Pass, arguments
 from draftproof.backends.lean.inputs import Joint
 from draftproof.backends.lean.mixture import linear_arguments
+from draftproof.backends.products.packed_linear import REORDERED
 from draftproof.native.operations import ACTIVATIONS
 from draftproof.native.structures import LayerArguments, LayerStack, PassMask
 
@@ -26,13 +27,18 @@ NORMS = ("before", "mixed", "between", "made", "turned")
 
 def native_layers(layers: Sequence[Any]) -> NativeLayers | None:
     """Consecutive lean `Layer`s as one call; None where some part of them is not native."""
-    return NativeLayers(layers) if all(_is_native(layer) for layer in layers) else None
+    one_call = all(each.layout == "native" for layer in layers for each in layer.products.values())
+    return NativeLayers(layers) if one_call and all(map(computes_natively, layers)) else None
 
 
-def _is_native(layer: Any) -> bool:
+def computes_natively(layer: Any) -> bool:
+    """Whether all parts of a lean `Layer` are native, and so a row has the same bits in every pass.
+
+    Products whose inputs change their order are so, too, although native code does not call them (`REORDERED`).
+    """
     norms = (layer.before, layer.mixed, layer.between, layer.made)
     rows = layer.gates_natively and all(norm is None or norm.is_native for norm in norms)
-    products = all(product.layout == "native" for product in layer.products.values())
+    products = all(product.layout in ("native", REORDERED) for product in layer.products.values())
     return isinstance(layer.attention, NativeAttention) and rows and products
 
 

@@ -56,11 +56,14 @@ class Rope:
 
 
 class Rotary:
-    """Rotary angles with constant frequencies, as transformers computes them."""
+    """Rotary angles with constant frequencies, as transformers computes them.
+
+    Numbers whose frequency is 0 are not turned, and not scaled either.
+    """
 
     def __init__(self, inv_freq: Float[Tensor, " half"], attention_scaling: float) -> None:
         self.inv_freq = inv_freq
-        self.attention_scaling = attention_scaling
+        self.attention_scaling = torch.where(inv_freq == 0, 1.0, attention_scaling).repeat(2)
 
     def __call__(self, like: Tensor, *, position_ids: Int[Tensor, "1 positions"]) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each [1, positions, dim], in the dtype of `like`."""

@@ -88,6 +88,9 @@ class Traits:
     # frequencies and factor of each kind of rotary embedding; () until the model was watched
     angles: tuple[tuple[tuple[float, ...], float], ...] = ()
     angles_of: tuple[int, ...] = ()  # the kind of each layer, as an index of `angles`
+    # of a text that is longer than so many tokens; () where they are the same (`hf.longrope`)
+    long_angles: tuple[tuple[tuple[float, ...], float], ...] = ()
+    length: int = 0
 
     @property
     def linear(self) -> dict[str, tuple[str, ...]]:

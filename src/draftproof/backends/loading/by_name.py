@@ -25,6 +25,7 @@ from draftproof.backends.loading.language_model import reading_classes, text_par
 from draftproof.backends.loading.options import LoadOptions, parse_device, parse_dtype
 from draftproof.backends.loading.packed_layers import PackedLayers
 from draftproof.backends.loading.quantization import packages_hint, quantization_for, refuse_unknown_quantization
+from draftproof.backends.loading.stored_backends import stored_backend
 from draftproof.backends.recurrent.mixers import mixers_of
 from draftproof.errors import UndraftableError, UserError, reason
 from draftproof.models.download import INSTALL_GGUF
@@ -86,7 +87,7 @@ def load_backend(source: str, options: LoadOptions | None = None) -> Loaded:
             "has its own attention: leave it out, or name backend hf"
         )
     try:
-        made: Loaded = _BACKENDS[kind](model, name=source, check=options.check)
+        made = _backend(kind, model, source, options)
     except UserError as cause:
         if backend != "auto" or (kind not in LEAN_KINDS and not isinstance(cause, UndraftableError)):
             raise
@@ -104,6 +105,14 @@ def load_backend(source: str, options: LoadOptions | None = None) -> Loaded:
     if not options.plainly:
         raise because
     return _plainly(model, source, because, check=options.check)
+
+
+def _backend(kind: str, model: Any, source: str, options: LoadOptions) -> Loaded:
+    packed, snapshot = isinstance(options.quantization_config, PackedLayers), kind == LeanSnapshotBackend.kind
+    if packed and (snapshot or kind == HFBackend.kind):
+        return stored_backend(model, source, snapshot=snapshot, check=options.check)
+    made: Loaded = _BACKENDS[kind](model, name=source, check=options.check)
+    return made
 
 
 def take_part(processes: int) -> parallel.ProcessGroup:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,14 +24,17 @@ from draftproof.backends.lean.traits import LLAMA, Traits, UnreadError
 from draftproof.backends.loading.gguf_modules import ARCHITECTURES, read_modules
 from draftproof.backends.loading.gguf_rotary import (
     FACTORS,
+    LONG,
+    SHORT,
     Frequencies,
     ModelMetadata,
     frequencies,
     longest,
     own_frequencies,
     padded,
+    switches_at,
 )
-from draftproof.backends.loading.gguf_tensors import FileTensors, end_tokens, experts_of, named, single
+from draftproof.backends.loading.gguf_tensors import FileTensors, dtype_of, end_tokens, experts_of, named, single
 from draftproof.backends.loading.options import ACTIVATIONS, LoadOptions
 from draftproof.backends.model_info import ModelInfo
 from draftproof.backends.new_weights import EMBEDDING, mismatch
@@ -38,8 +42,11 @@ from draftproof.errors import UserError
 from draftproof.models.gguf_file import GGUFFile, TensorEntry, generation_config
 from draftproof.native.operations import Operations
 from draftproof.native.threads import limit_threads
+from draftproof.progress import bar, silent
 
 _log = logging.getLogger(__name__)
+_LARGE = 1 << 30  # bytes of a file from which on reading takes seconds
+_SCALED_BY_TRANSFORMERS = ("gpt-oss",)  # architectures whose `rope.scaling` transformers reads
 _FULL = "the weights of %s are read as full ones, by transformers: %s"
 
 _BEFORE, _BETWEEN = "input_layernorm", "post_attention_layernorm"
@@ -133,40 +140,64 @@ def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> SlotBacke
     """The model in a file with the file's own numbers; None where transformers reads it, which is said.
 
     Raises:
-        UserError: a mixture of experts that is not known here, since transformers does not read all its metadata.
+        UserError: transformers would read it otherwise than it is: a mixture of experts that is not known here, or
+            angles that are scaled, since it does not read all such metadata.
     """
     limit_threads()
     kind = ARCHITECTURES.get(file.get("general.architecture"))
     read = read_model if kind is None else read_modules
-    dtype = options.own_dtype(torch.float32, kind or LeanForward.kind)
+    dtype = options.own_dtype(dtype_of(file), kind or LeanForward.kind)
     if dtype is None:
-        _log.warning(
-            _FULL,
-            name,
-            f"its own numbers need a CPU, backend auto or {kind}, dtype auto, float32 or bfloat16, and no options that "
-            "alter the model",
+        why = (
+            f"its own numbers need a CPU, backend auto or {kind or LeanForward.kind}, dtype auto, float32 or bfloat16, "
+            "and no options that alter the model"
         )
+        _leave_to_transformers(file, name, why)
         return None
+    large = sum(entry.nbytes for entry in file.tensors.values()) > _LARGE
+    watch = bar if large and sys.stderr is not None and sys.stderr.isatty() else silent
     try:
-        return read(file, name=name, dtype=dtype, activations=options.activations, check=options.check)
+        with watch(f"reading {name}", len(file.tensors), 0) as tick:
+            return read(file, name=name, dtype=dtype, activations=options.activations, check=options.check, tick=tick)
     except UnreadError as cause:
         if file.of_architecture("expert_count"):
             raise UserError(
                 f"the mixture of experts in {name} is not read here: {cause}; and transformers does not read all that "
                 "such a file says: take the model's own directory or hub id"
             ) from cause
-        _log.warning(_FULL, name, cause)
+        _leave_to_transformers(file, name, str(cause))
         return None
 
 
+def _leave_to_transformers(file: GGUFFile, name: str, why: str) -> None:
+    """Say that transformers reads a file, unless it would lose what the angles of the model are."""
+    scaled = [each for each in FACTORS if each in file.tensors]
+    kind = file.of_architecture("rope.scaling.type", "none")
+    if kind != "none" and file.get("general.architecture") not in _SCALED_BY_TRANSFORMERS:
+        scaled.append(f"rope.scaling.type {kind}")
+    if scaled:
+        raise UserError(
+            f"{name} cannot be read: {why}; and transformers, which reads such files as full weights, ignores its "
+            f"{', '.join(scaled)}, so that angles would be wrong: load it without these options, or take the model's "
+            "own directory or hub id"
+        )
+    _log.warning(_FULL, name, why)
+
+
 def read_model(
-    file: GGUFFile, *, name: str, dtype: torch.dtype, activations: str = ACTIVATIONS[0], check: bool = True
+    file: GGUFFile,
+    *,
+    name: str,
+    dtype: torch.dtype,
+    activations: str = ACTIVATIONS[0],
+    check: bool = True,
+    tick: Callable[[int], object] | None = None,
 ) -> LeanForward:
     """The model in a file, with its own numbers.
 
     With activations "int8" the inputs of products are rounded to 8 bits, in groups of 32; "float" multiplies the same
     weights without that, as a reference, and they take the memory of `dtype` then. With `check`, a product of each type
-    is compared with torch's.
+    is compared with torch's. `tick` is told how many tensors were read.
 
     Raises:
         UnreadError: an architecture, a type or a kind of angle that is not known here, or native operations are off.
@@ -178,6 +209,7 @@ def read_model(
         raise UnreadError("it has no token_embd.weight")
     if check:
         weights.check()
+    weights.tick = tick
     return own_forward(
         weights,
         architecture,
@@ -232,6 +264,8 @@ def architecture_of(keys: ModelMetadata, family: FamilyDefaults, floats: Callabl
     window = of("attention.sliding_window")
     windowed = [bool(window and family.window_of and family.window_of(number)) for number in range(layers)]
     angles, angles_of = _angles(keys, family, dim, windowed, floats)
+    length = switches_at(keys)
+    long_angles = _angles(keys, family, dim, windowed, floats, factors=LONG)[0] if length else ()
     traits = replace(
         family.traits,
         experts=experts_of(keys, whole=family.whole_shares) if of("expert_count") else None,
@@ -244,6 +278,8 @@ def architecture_of(keys: ModelMetadata, family: FamilyDefaults, floats: Callabl
         order=_order(dim, of("rope.dimension_count", dim), neighbours=family.neighbours),
         angles=angles,
         angles_of=angles_of,
+        long_angles=long_angles,
+        length=length,
     )
     kinds = [SLIDING if each else FULL for each in windowed]
     return Architecture(
@@ -267,11 +303,18 @@ def _scaling(family: FamilyDefaults, dim: int, width: int, heads: int, layers: i
 
 
 def _angles(
-    keys: ModelMetadata, family: FamilyDefaults, dim: int, windowed: list[bool], floats: Callable[[str], Tensor]
+    keys: ModelMetadata,
+    family: FamilyDefaults,
+    dim: int,
+    windowed: list[bool],
+    floats: Callable[[str], Tensor],
+    *,
+    factors: str = SHORT,
 ) -> tuple[tuple[Frequencies, ...], tuple[int, ...]]:
     """Frequencies of each kind of rotary embedding, and the kind of each layer."""
     of = keys.of_architecture
-    found, angles_of = [frequencies(keys, dim, floats, whole_pairs=family.whole_pairs)], [0] * len(windowed)
+    whole = frequencies(keys, dim, floats, whole_pairs=family.whole_pairs, factors=factors)
+    found, angles_of = [whole], [0] * len(windowed)
     if family.local_base is not None:
         local = float(of("rope.freq_base_swa", family.local_base))
         found.append((padded(own_frequencies(local, of("rope.dimension_count", dim)), dim), 1.0))
@@ -302,8 +345,6 @@ class _FileWeights(FileTensors, TensorsByName):
         super().__init__(file, dtype, dense=dense)
         self.family = _FAMILIES[name]
         self._names = {**_IN_LAYER, **dict(self.family.names)}
-        if self.bits is None:
-            raise UnreadError("its weights are not quantized")
 
     def state(self, architecture: Architecture) -> dict[str, TensorEntry]:
         """All tensors but those of rotary factors, under transformers' names where they have one."""

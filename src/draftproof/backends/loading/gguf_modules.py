@@ -35,7 +35,7 @@ from draftproof.backends.loading.gguf_tensors import (
 )
 from draftproof.backends.loading.options import ACTIVATIONS
 from draftproof.backends.loading.stored_backends import StoredBackend, StoredSnapshotBackend, attention_name
-from draftproof.backends.products.packed_linear import StoredProduct, dense, fuse
+from draftproof.backends.products.packed_linear import StoredProduct, dense, fuse, let_go, plain_of
 from draftproof.backends.products.stored_modules import NativeNorm, StoredEmbedding, StoredGates, StoredLinear
 from draftproof.errors import reason
 from draftproof.models.gguf_file import GGUFFile, generation_config
@@ -484,7 +484,13 @@ ARCHITECTURES = {name: family.backend[0].kind for name, family in _ARCHITECTURES
 
 
 def read_modules(
-    file: GGUFFile, *, name: str, dtype: torch.dtype, activations: str = ACTIVATIONS[0], check: bool = True
+    file: GGUFFile,
+    *,
+    name: str,
+    dtype: torch.dtype,
+    activations: str = ACTIVATIONS[0],
+    check: bool = True,
+    tick: Callable[[int], object] | None = None,
 ) -> HFBackend:
     """The model in a file, with its own numbers; arguments as of `gguf_model.read_model`.
 
@@ -494,6 +500,7 @@ def read_modules(
     tensors = FileTensors(file, dtype, dense=activations == "float")
     if check:
         tensors.check()
+    tensors.tick = tick
     family = _ARCHITECTURES[file.get("general.architecture")]
     model = _Filling(tensors, family, dtype).model
     for key, value in generation_config(file).items():
@@ -707,12 +714,18 @@ class _Filling:
         own, of_experts = self._tensors.floats(scale), self._tensors.floats(norm)
         if bool((of_experts.abs() < 1e-6).any()):
             raise UnreadError(f"its {norm} has zeros")
-        router.weight = (router.weight * (own / of_experts * len(own) ** -0.5)).to(self._dtype)
+        router.weight = (plain_of(router.weight) * (own / of_experts * len(own) ** -0.5)).to(self._dtype)
         return True
 
     def _matrix(self, place: str, rows: Order | None = None) -> StoredMatrix | Tensor:
+        """A matrix; where its numbers are floats of the model's dtype, a copy that the model's own modules read."""
         self._take(place)
-        return self._tensors.matrix(place, rows)
+        made = self._tensors.matrix(place, rows)
+        if not isinstance(made, StoredMatrix) or not made.is_plain:
+            return made
+        copied = made.plain().clone().view(self._tensors.file.tensors[place].shape)
+        let_go([made])
+        return copied
 
     def _parameter(self, source: TensorSource, at: str, shape: torch.Size) -> nn.Parameter:
         """A small tensor; in the file it may have other dimensions."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from draftproof.backends.lean.traits import UnreadError
 from draftproof.models.gguf_file import GGUFFile
 
-DIVIDED, _SHORT = "rope_freqs.weight", "rope_factors_short.weight"
-FACTORS = (DIVIDED, _SHORT, "rope_factors_long.weight")
+DIVIDED, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+FACTORS = (DIVIDED, SHORT, LONG)
 """Names of tensors of rotary factors."""
 
 _BETAS = (("fast", 32.0), ("slow", 1.0))  # turns in the length of the training from and up to which YaRN divides
@@ -35,18 +35,19 @@ class ModelMetadata(Protocol):
 
 
 def frequencies(
-    keys: ModelMetadata, dim: int, floats: Callable[[str], Tensor], *, whole_pairs: bool = True
+    keys: ModelMetadata, dim: int, floats: Callable[[str], Tensor], *, whole_pairs: bool = True, factors: str = SHORT
 ) -> Frequencies:
     """The angles of layers without a window of their own; numbers that are not turned get the frequency 0.
 
-    Source: YaRN, arXiv 2309.00071, equations 17 to 22; LongRoPE, arXiv 2402.13753 (the short factors).
+    Source: YaRN, arXiv 2309.00071, equations 17 to 22; LongRoPE, arXiv 2402.13753, with the named one of its two sets
+    of factors.
     """
     of = keys.of_architecture
     turned, base = int(of("rope.dimension_count", dim)), float(of("rope.freq_base", 10000.0))
     kind, factor = of("rope.scaling.type", "none"), float(of("rope.scaling.factor", 1.0) or 1.0)
     plain, scale = own_frequencies(base, turned), 1.0
-    if _SHORT in keys.tensors:
-        plain, scale = plain / floats(_SHORT)[: turned // 2], float(of("rope.scaling.attn_factor", 1.0))
+    if factors in keys.tensors:
+        plain, scale = plain / floats(factors)[: turned // 2], float(of("rope.scaling.attn_factor", 1.0))
     elif kind == "linear":
         plain = plain / factor
     elif kind == "yarn":
@@ -55,8 +56,6 @@ def frequencies(
         raise UnreadError(f"its rotary embedding is {kind}")
     if DIVIDED in keys.tensors:
         plain = plain / floats(DIVIDED)[: turned // 2]
-    if scale != 1.0 and turned < dim:
-        raise UnreadError("its rotary embedding turns and scales only a part of each head")
     return padded(plain, dim), scale
 
 
@@ -71,11 +70,17 @@ def padded(found: Tensor, dim: int) -> tuple[float, ...]:
 
 
 def longest(file: GGUFFile) -> int | None:
-    """The longest sequence that the angles are for: with factors for long ones and for short ones, the short ones'."""
+    """The longest sequence that the angles are for: with factors for short ones alone, those that these are for."""
     found: int | None = file.of_architecture("context_length")
-    if _SHORT in file.tensors:
+    if SHORT in file.tensors and not switches_at(file):
         found = file.of_architecture("rope.scaling.original_context_length", found)
     return found
+
+
+def switches_at(keys: ModelMetadata) -> int:
+    """Tokens beyond which a text has the long factors in place of the short ones; 0 where there are not both."""
+    both = SHORT in keys.tensors and LONG in keys.tensors
+    return int(keys.of_architecture("rope.scaling.original_context_length", 0)) if both else 0
 
 
 def _yarn(keys: ModelMetadata, plain: Tensor, base: float, factor: float, *, whole_pairs: bool) -> tuple[Tensor, float]:

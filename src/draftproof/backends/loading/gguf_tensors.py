@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,18 +15,37 @@ from draftproof.backends.lean.traits import Experts, UnreadError
 from draftproof.backends.loading.gguf_rotary import ModelMetadata
 from draftproof.backends.products.packed_linear import dense, why_not_exact
 from draftproof.models.gguf_file import FLOATS, GGUFFile, TensorEntry
-from draftproof.native.ggml import TYPES, StoredMatrix
+from draftproof.native.ggml import SIXTEEN_BITS, TYPES, StoredMatrix
 from draftproof.native.operations import MOST_EXPERTS
 
+_STORED = {**TYPES, **SIXTEEN_BITS}  # types of matrices that stay in the file until products are made of them
 _SOFTMAX, _SOFTMAX_OF_CHOSEN = 1, 3  # kinds of routers, by the number that files have for them
-_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>")
-"""Texts of tokens that end an answer, as llama.cpp collects them, besides those that metadata name."""
+_ENDS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>",
+    "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
+)  # fmt: skip
+"""Texts of tokens that end an answer, of whatever type, as llama.cpp collects them (llama-vocab.cpp)."""
+
+_FILLS = {
+    "pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "sep": ("<|file_sep|>",),
+}
+"""Likewise of tokens for code that is filled in, by the name in keys; the first one counts where no key names one."""
+
+_NO_ENDS = {
+    "<|end|>": (("<|return|>", "<|flush|>"), ("<|call|>", "<|calls|>")),
+    "</s>": (("<|tool_response>",),),
+}
+"""Texts that end nothing where one of each of these ends is there: gpt-oss ends a channel with the first one."""
 
 
 class FileTensors:
     """The tensors of a file, by the names that it has for them.
 
     Args:
+        file: which has them.
         dtype: of what products make.
         dense: whether matrices are read into memory, as the numbers that they stand for.
 
@@ -37,6 +57,8 @@ class FileTensors:
         if native.operations_for(torch.empty(0, dtype=dtype)) is None:
             raise UnreadError(f"native operations are off or not available for {dtype} ({native.VARIABLE})")
         self.file = file
+        self.tick: Callable[[int], object] | None = None  # told how many matrices were asked for
+        self._asked = 0
         self._dtype = dtype
         self._dense = dense
         unknown = {entry.type for entry in file.tensors.values()} - set(TYPES) - set(FLOATS)
@@ -45,24 +67,30 @@ class FileTensors:
 
     @property
     def bits(self) -> int | None:
-        """Of a weight in blocks, on the mean, rounded down; None where all weights are floats."""
+        """Of a weight that is not in `dtype`, on the mean, rounded down; None where all are."""
         sizes = [
-            (math.prod(entry.shape), TYPES[entry.type].size * 8 / TYPES[entry.type].elements)
-            for entry in self.file.tensors.values()
-            if entry.type in TYPES
+            (math.prod(entry.shape), _STORED[entry.type].size * 8 / _STORED[entry.type].elements)
+            for entry in self._matrices
+            if not self._stored(entry).is_plain
         ]
         return int(sum(count * bits for count, bits in sizes) / sum(count for count, _ in sizes)) if sizes else None
 
     def check(self) -> None:
         """Compare native products of some rows of each type with torch's."""
-        some = {entry.type: entry for entry in self.file.tensors.values() if entry.type in TYPES}
-        for entry in some.values():
+        for entry in {entry.type: entry for entry in self._matrices}.values():
             refuse_inexact(self._stored(entry))
 
+    @property
+    def _matrices(self) -> list[TensorEntry]:
+        return [entry for entry in self.file.tensors.values() if _is_stored(entry)]
+
     def matrix(self, place: str, rows: Tensor | None = None) -> StoredMatrix | Tensor:
-        """A matrix; one of blocks stays in the file. `rows` says which stored row each output is."""
+        """A matrix; one of blocks, or of 16 bits, stays in the file. `rows` says which stored row each output is."""
+        self._asked += 1
+        if self.tick is not None:
+            self.tick(self._asked)
         entry = self.file.tensors[place]
-        if entry.type not in TYPES:
+        if place.endswith(".bias") or not _is_stored(entry):
             made = self.floats(place)
             return (made if rows is None else made[rows]).to(self._dtype)
         matrix = self._stored(entry)
@@ -80,6 +108,17 @@ class FileTensors:
         return StoredMatrix(entry.content, math.prod(outs), ins, entry.type, self._dtype, release=entry.release)
 
 
+def _is_stored(entry: TensorEntry) -> bool:
+    """Whether a tensor is a matrix that stays in the file; tensors of one dimension are read as floats."""
+    return entry.type in TYPES or (entry.type in SIXTEEN_BITS and len(entry.shape) > 1)
+
+
+def dtype_of(file: GGUFFile) -> torch.dtype:
+    """The dtype of hidden states where none is named: bfloat16 for matrices of bfloat16, as with other checkpoints."""
+    found = {FLOATS.get(entry.type) for entry in file.tensors.values() if len(entry.shape) > 1}
+    return torch.bfloat16 if found - {torch.float32} == {torch.bfloat16} else torch.float32
+
+
 def floats_of(file: GGUFFile, place: str) -> Tensor:
     """A tensor of floats, in float32.
 
@@ -90,7 +129,9 @@ def floats_of(file: GGUFFile, place: str) -> Tensor:
     if entry.type not in FLOATS:
         raise UnreadError(f"its {place} is of ggml's type {entry.type}")
     content = torch.frombuffer(entry.map, dtype=FLOATS[entry.type], count=math.prod(entry.shape), offset=entry.offset)
-    return content.to(torch.float32, copy=True).view(entry.shape)
+    made = content.to(torch.float32, copy=True).view(entry.shape)
+    entry.release()
+    return made
 
 
 def refuse_inexact(matrix: StoredMatrix) -> None:
@@ -102,14 +143,24 @@ def refuse_inexact(matrix: StoredMatrix) -> None:
 
 def end_tokens(file: GGUFFile) -> tuple[int, ...]:
     """Ids of the tokens that end a text: those that metadata name, and those with a text that is known for it."""
-    named = (file.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
-    found = [int(each) for each in named if each is not None]
-    tokens, kinds = file.get("tokenizer.ggml.tokens", []), file.get("tokenizer.ggml.token_type")
-    if kinds is not None:
-        control = np.flatnonzero(np.asarray(kinds)[: len(tokens)] == 3)
-        special = {tokens[index]: int(index) for index in control}
-        found += [special[text] for text in _ENDS if text in special]
-    return tuple(dict.fromkeys(found))
+    tokens = file.get("tokenizer.ggml.tokens", [])
+
+    def named(kind: str) -> int | None:
+        found = file.get(f"tokenizer.ggml.{kind}_token_id")
+        return None if found is None else int(found)
+
+    known = {*_ENDS, *(text for texts in _FILLS.values() for text in texts)}
+    ids = {text: number for number, text in enumerate(tokens) if text in known}
+    found = [named(kind) for kind in ("eos", "eot", "eom")]
+    found += [ids[text] for text in _ENDS if text in ids]
+    for kind, texts in _FILLS.items():
+        of_key = named(f"fim_{kind}")
+        found.append(next((ids[text] for text in texts if text in ids), None) if of_key is None else of_key)
+    made = dict.fromkeys(each for each in found if each is not None)
+    for text, others in _NO_ENDS.items():
+        if all(any(ids.get(each) in made for each in some) for some in others):
+            made.pop(ids.get(text, -1), None)
+    return tuple(made)
 
 
 def named(keys: ModelMetadata, key: str) -> Any:

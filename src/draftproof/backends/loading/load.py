@@ -17,6 +17,7 @@ from draftproof.backends.loading.fast_tokenizer import FastTokenizer
 from draftproof.backends.loading.gguf_model import in_own_numbers
 from draftproof.backends.loading.options import WEIGHTS, LoadOptions
 from draftproof.backends.loading.packed_checkpoint import read_packed
+from draftproof.backends.loading.stored_backends import rounded
 from draftproof.backends.loading.tokenization import load_tokenizer, read_tokenizer, share_of_text, shared_tokens
 from draftproof.backends.loading.verified import KeptCheck
 from draftproof.backends.translation.backend import DraftBackend, over_target
@@ -88,7 +89,7 @@ class LoadedModel:
         """The model with its weights."""
         made, bits = self._as_it_is(), WEIGHTS[self._options.weights]
         if bits is not None:
-            made = made.rounded(bits)
+            made = rounded(made, bits, check=self._options.check)
             _log.warning(
                 "the weights of %s are rounded to %d bits: texts are those of the rounded model", self.name, bits
             )

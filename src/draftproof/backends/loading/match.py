@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from draftproof import models
-from draftproof.backends.lean.checkpoint import weight_files
 from draftproof.backends.loading.load import LoadedModel, load
 from draftproof.backends.loading.tokenization import share_of_text, shared_tokens
 from draftproof.errors import UserError
-from draftproof.models.found import found_files
+from draftproof.files import read_object
+from draftproof.models.found import found_checkpoints, found_files, weight_files
 from draftproof.models.gguf_file import GGUFFile, is_gguf
 from draftproof.theory.lengths import iid_block_efficiency
 
-VERIFIED = 1.04  # what a pass over five rows costs, of one row (docs/results/gguf.md, 1.5 B shapes)
+VERIFIED = 1.04  # what a pass over five rows costs, of one that reads as much (docs/results/gguf.md, 1.5 B shapes)
 _MOST_DRAFTED = 8
 _LIKELY = 0.7  # accepted tokens of a drafted one, of small models of the same family
 _log = logging.getLogger(__name__)
@@ -32,17 +34,41 @@ class Match:
     share: float  # of the target's
     why_not: str  # why it cannot draft; empty where it can
     shared: float | None = None  # with another vocabulary, the share of the target's tokens in a text that it has, too
+    # bytes that the target reads for 2, 3, ... rows, of those for one; empty where they are the same
+    growth: tuple[float, ...] = ()
 
     def gain(self, accepted: float) -> tuple[float, int]:
         """Speed-up over plain decoding at the best length, and that length, by bytes alone.
 
-        A drafted token costs `share`, a verification VERIFIED.
+        A drafted token costs `share`, a verification VERIFIED, and in a mixture of experts more, as its rows read more.
 
         Args:
             accepted: share of drafted tokens that are accepted after an accepted one.
         """
         lengths = range(1, _MOST_DRAFTED + 1)
-        return max((iid_block_efficiency(accepted, n) / (n * self.share + VERIFIED), n) for n in lengths)
+        growth = self.growth or (1.0,) * _MOST_DRAFTED
+        return max(
+            (iid_block_efficiency(accepted, n) / (n * self.share + VERIFIED * growth[n - 1]), n) for n in lengths
+        )
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Bytes of weights that a pass reads.
+
+    Attributes:
+        dense: for every row.
+        experts: of all experts of all layers.
+        chosen: share of a layer's experts that a token chooses.
+    """
+
+    dense: int
+    experts: int = 0
+    chosen: float = 1.0
+
+    def of(self, rows: int) -> float:
+        """For so many rows, whose tokens choose experts independently: neighbours share some, and read less."""
+        return self.dense + self.experts * (1 - (1 - self.chosen) ** rows)
 
 
 def find_draft(target: LoadedModel) -> str | None:
@@ -64,51 +90,89 @@ def matches(target: LoadedModel, folders: Iterable[Path] = ()) -> list[Match]:
 
     Args:
         target: whose tokenizer is compared; its weights are not read.
-        folders: that are searched for .gguf files and directories of models, beside what `found_files` finds and the
-            registered models that are here.
+        folders: that are searched for .gguf files and directories of models, beside what `found_files` and
+            `found_checkpoints` find and the registered models that are here.
     """
-    whole = _read_bytes(target.name)
+    held = {each.name: each.path for each in found_checkpoints()}
+    whole = reads(_where(target.name, held))
     names = [name for name in models.REGISTRY if models.pulled(name)]
     names += [each.name for each in found_files()]
+    names += held
     for folder in folders:
         names += [str(path) for path in sorted(folder.rglob("*.gguf"))]
         names += [str(path.parent) for path in sorted(folder.rglob("config.json"))]
-    own = _place(target.name)
-    found = [_match(name, target, whole) for name in dict.fromkeys(names) if _place(name) != own]
+    own = _place(target.name, held)
+    others = [name for name in dict.fromkeys(names) if _place(name, held) != own]
+    found = [_match(name, target, whole, held) for name in others]
     return sorted(found, key=lambda each: (bool(each.why_not), each.shared is not None, each.nbytes))
 
 
-def _place(name: str) -> str | None:
+def _place(name: str, held: Mapping[str, Path]) -> str | None:
     """Where a model is; None where it is not to be had, of which `_match` says why."""
     try:
-        return models.resolve(name)
+        return str(_where(name, held))
     except UserError:
         return None
 
 
-def _match(name: str, target: LoadedModel, whole: int) -> Match:
+def _where(name: str, held: Mapping[str, Path]) -> Path:
+    """The file or directory of a model; `held` has those of hub ids in the hub's cache."""
+    return held[name] if name in held else Path(models.resolve(name))
+
+
+def _match(name: str, target: LoadedModel, whole: Reads, held: Mapping[str, Path]) -> Match:
     try:
-        nbytes = _read_bytes(name)
+        where = _where(name, held)
+        nbytes = round(reads(where).of(1))
     except (UserError, OSError, KeyError, ValueError) as cause:
         return Match(name, 0, math.inf, str(cause))
-    share = nbytes / whole
+    share = nbytes / whole.of(1)
+    growth = tuple(whole.of(rows) / whole.of(1) for rows in range(2, _MOST_DRAFTED + 2)) if whole.experts else ()
     if share >= 1:
-        return Match(name, nbytes, share, "it is not smaller than the target")
+        return Match(name, nbytes, share, "it is not smaller than the target", growth=growth)
     try:
-        found = shared_tokens(target.tokenizer, load(name).tokenizer, target_name=target.name, draft_name=name)
+        found = shared_tokens(target.tokenizer, load(str(where)).tokenizer, target_name=target.name, draft_name=name)
     except UserError as cause:
-        return Match(name, nbytes, share, str(cause))
+        return Match(name, nbytes, share, str(cause), growth=growth)
     shared = None if found is None else share_of_text(found, target.tokenizer)
-    return Match(name, nbytes, share, "", shared)
+    return Match(name, nbytes, share, "", shared, growth)
 
 
-def _read_bytes(name: str) -> int:
-    """Bytes of weights that are read for a token: all but the embedding, where the output layer has a table of its own.
+def reads(where: Path) -> Reads:
+    """What a model reads: all but the embedding, where the output layer has a table of its own.
 
     Raises:
         OSError, KeyError, ValueError, UserError: it cannot be read.
     """
-    where = Path(models.resolve(name))
-    if not is_gguf(where):
-        return sum(path.stat().st_size for path in weight_files(where))
-    return sum(entry.nbytes for entry in GGUFFile(where).read_for_a_token)
+    if is_gguf(where):
+        file = GGUFFile(where)
+        sizes = {name: entry.nbytes for name, entry in file.tensors.items()}
+        left, mark = ("token_embd.weight", "output.weight"), "_exps."
+        count, chosen = (file.of_architecture(f"expert_{kind}") for kind in ("count", "used_count"))
+    else:
+        sizes = {name: size for path in weight_files(where) for name, size in _sizes(path).items()}
+        left, mark = ("embed_tokens.weight", "lm_head.weight"), ".experts."
+        config = read_object(where / "config.json", "the config of a model")
+        count, chosen = (_named(config, names) for names in (_COUNTS, _CHOSEN))
+    untied = any(name.endswith(left[1]) for name in sizes)
+    read = {name: size for name, size in sizes.items() if not (untied and name.endswith(left[0]))}
+    experts = sum(size for name, size in read.items() if mark in name) if count and chosen else 0
+    return Reads(sum(read.values()) - experts, experts, chosen / count if experts else 1.0)
+
+
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_top_k")
+"""What configs call the experts of a layer, and those of a token."""
+
+
+def _named(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
+    text = config.get("text_config") or config
+    return next((int(text[name]) for name in names if text.get(name)), None)
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """Bytes of the tensors of a safetensors file, by name: from its header."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    spans = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    return {name: end - start for name, (start, end) in spans.items()}

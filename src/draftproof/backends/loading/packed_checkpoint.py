@@ -1,8 +1,8 @@
 """Checkpoints of GPTQ, AWQ, compressed-tensors, bitsandbytes and MXFP4, read in their own numbers.
 
 Matrices of the first four are those of `packed_weights`; gpt-oss's experts become blocks of GGUF files. Nothing is
-rounded again, and the packages of these methods are not needed. What is not known here (groups that are not in order,
-other bits, other architectures) is an `UnreadError`, and transformers reads the checkpoint.
+rounded again, and the packages of these methods are not needed. What is not known here (other bits, other forms) is an
+`UnreadError`, and transformers reads the checkpoint.
 """
 
 from __future__ import annotations
@@ -39,11 +39,19 @@ from draftproof.files import read_object
 from draftproof.native.ggml import MXFP4, StoredMatrix
 
 _log = logging.getLogger(__name__)
-_FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""Architectures of the other methods, and their names in GGUF."""
+_FAMILIES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+}
+"""Architectures of the other methods, mixtures included, and their names in GGUF."""
 _MXFP4, _OSS = "mxfp4", "gpt_oss"
 _KEYS = {
-    "expert_count": "num_local_experts",
+    "expert_weights_norm": "norm_topk_prob",
     "expert_used_count": "num_experts_per_tok",
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -129,6 +137,8 @@ def _read(folder: Path, name: str, config: Mapping[str, Any], dtype: torch.dtype
     _require_native(dtype)
     if config.get("use_sliding_window"):
         raise UnreadError("some of its layers have a window")
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise UnreadError("some of its layers have no experts")
     if config.get("hidden_act", "silu") != "silu":
         raise UnreadError(f"its activation is {config['hidden_act']}")
     weights: PackedWeights | OssWeights
@@ -137,7 +147,10 @@ def _read(folder: Path, name: str, config: Mapping[str, Any], dtype: torch.dtype
         weights, family = OssWeights(folder, dtype, dense=options.activations == "float"), family_of("gpt-oss")
     else:
         weights = PackedWeights(folder, fields, dtype, dense=options.activations == "float")
-        family = FamilyDefaults(family_of(_FAMILIES[kind]).traits, window_of=lambda _: kind == "mistral")
+        known = family_of(_FAMILIES[kind])
+        family = FamilyDefaults(
+            known.traits, window_of=lambda _: kind in ("mistral", "mixtral"), whole_shares=known.whole_shares
+        )
     keys = ConfigKeys(config)
     architecture = architecture_of(keys, family, keys.factors)
     state = weights.state()
@@ -176,11 +189,16 @@ class ConfigKeys:
         self._rope = {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_scaling") or {})}
         self._rope |= config.get("rope_parameters") or {}
         self._kind = self._rope.get("rope_type", self._rope.get("type", "default"))
-        self.tensors: dict[str, Any] = {"rope_freqs.weight": None} if self._kind == "llama3" else {}
+        self._experts = config.get("num_local_experts", config.get("num_experts"))
+        tensors = ["rope_freqs.weight"] if self._kind == "llama3" else []
+        if self._experts and config.get("shared_expert_intermediate_size"):
+            tensors += ["blk.0.ffn_gate_shexp.weight", "blk.0.ffn_gate_inp_shexp.weight"]
+        self.tensors: dict[str, Any] = dict.fromkeys(tensors)
 
     def of_architecture(self, key: str, default: Any = None) -> Any:
         """A value by its name in GGUF."""
-        rope = {
+        known = {
+            "expert_count": self._experts,
             "rope.freq_base": self._rope["rope_theta"],
             "rope.scaling.type": {"default": "none", "llama3": "none"}.get(self._kind, self._kind),
             "rope.scaling.factor": self._rope.get("factor"),
@@ -191,7 +209,7 @@ class ConfigKeys:
         named = {"attention_factor", "mscale", "partial_rotary_factor"} & set(self._rope)
         if key == "rope.scaling.type" and named:
             raise UnreadError(f"its rotary embedding names {', '.join(sorted(named))}")
-        found = rope[key] if key in rope else self._config.get(_KEYS.get(key, ""))
+        found = known[key] if key in known else self._config.get(_KEYS.get(key, ""))
         return default if found is None else found
 
     def factors(self, _: str) -> Float[Tensor, " half"]:

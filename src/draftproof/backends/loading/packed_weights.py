@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, Int8, UInt8
+from jaxtyping import Float, Int, Int8, Int64, UInt8
 from torch import Tensor
 
 from draftproof.backends.lean.checkpoint import Weights
@@ -47,33 +48,49 @@ class PackedWeights(Weights):
         self._method = _method_of(fields)
         self.bits = self._method.bits
         ending = f".{self._method.marker}"
-        # names of the packed matrices, without ".weight"
-        self.packed = frozenset(name.removesuffix(ending) for name in self._files if name.endswith(ending))
-        if not self.packed:
+        stems = sorted(name.removesuffix(ending) for name in self._files if name.endswith(ending))
+        if not stems:
             raise UnreadError(f"it has no tensor whose name ends with {ending}: none of its matrices is packed")
+        self._experts = _by_layer(stems)
+        apart = {stem for every in self._experts.values() for stem in every}
+        # names of the packed matrices, without ".weight"; all experts of a layer have one name
+        self.packed = frozenset({*stems, *self._experts} - apart)
+        self._places = {_RENAMED.sub(".mlp.", name): name for name in self._files}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files or self._is_packed(name)
+        return name in self._files or name in self._places or self._is_packed(name)
 
     def __getitem__(self, name: str) -> Any:
         """A tensor, or a matrix whose weights were packed."""
         if not self._is_packed(name):
-            return super().__getitem__(name)
+            return super().__getitem__(self._places[name])
         made = self.matrix(name.removesuffix(".weight"))
         return dense_of(made) if self._dense and LAYOUTS[made.type].inputs != AS_FLOATS else made
 
     def matrix(self, stem: str) -> StoredMatrix:
-        """A packed matrix."""
-        return self._method.matrix(self, stem)
+        """A packed matrix; those of all experts of a layer as one."""
+        if stem not in self._experts:
+            return self._method.matrix(self, stem)
+        every = [self._method.matrix(self, each) for each in self._experts[stem]]
+        if len({(each.type, each.ins, each.outs) for each in every}) > 1 or any(
+            each.inputs is not None for each in every
+        ):
+            raise UnreadError(f"its {stem} has several forms or orders of inputs")
+        content = torch.cat([each.content for each in every])
+        return replace(every[0], content=content, outs=len(every) * every[0].outs)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Empty tensors with the shapes of all weights, under transformers' names."""
-        found = {f"{stem}.weight": self._method.shape(self, stem) for stem in sorted(self.packed)}
+        apart = [stem for every in self._experts.values() for stem in every]
+        found = {f"{stem}.weight": self._method.shape(self, stem) for stem in self.packed - set(self._experts)}
+        for stem, every in self._experts.items():
+            found[f"{stem}.weight"] = (len(every), *self._method.shape(self, every[0]))
         kinds = (self._method.marker, *self._method.beside)
-        of_packed = {f"{stem}.{kind}" for stem in self.packed for kind in kinds}
-        for key in self._files:
-            if key not in of_packed and key.rpartition(".")[2] != "inv_freq":
-                found[key] = self.stored_shape(key)
+        of_packed = {f"{stem}.{kind}" for stem in (*self.packed, *apart) for kind in kinds}
+        for key, place in self._places.items():
+            if place not in of_packed and key.rpartition(".")[2] != "inv_freq":
+                shape = self.stored_shape(place)
+                found[key] = shape[1:] if key.endswith(".shared_expert_gate.weight") else shape  # one output
         return {key: torch.empty(shape, device="meta") for key, shape in found.items()}
 
     def check(self) -> None:
@@ -94,8 +111,35 @@ class PackedWeights(Weights):
             raise UnreadError(f"its {name} has {found.numel()} numbers of {found.dtype}, expected {wanted}")
         return found
 
+    def optional_plain(self, name: str, numbers: int) -> Tensor | None:
+        """The same, with so many numbers of any type, if it is there."""
+        return self.plain(name, numbers=numbers) if name in self._files else None
+
     def _is_packed(self, name: str) -> bool:
         return name.endswith(".weight") and name.removesuffix(".weight") in self.packed
+
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
+_RENAMED = re.compile(r"\.block_sparse_moe\.")  # Mixtral's name of a mixture
+_OF_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+def _by_layer(stems: Iterable[str]) -> dict[str, list[str]]:
+    """Names of the matrices of experts, by the lean forward's name for those of all experts of a layer.
+
+    Raises:
+        UnreadError: an expert is missing.
+    """
+    found: dict[str, dict[int, str]] = {}
+    for stem in stems:
+        if (parts := _EXPERT.fullmatch(stem)) is not None:
+            owner, number, kind = parts.groups()
+            name = f"{_RENAMED.sub('.mlp.', owner)}.{_OF_MIXTRAL.get(kind, kind)}"
+            found.setdefault(name, {})[int(number)] = stem
+    for name, every in found.items():
+        if sorted(every) != list(range(len(every))):
+            raise UnreadError(f"its {name} lacks experts before number {max(every)}")
+    return {name: [every[number] for number in range(len(every))] for name, every in found.items()}
 
 
 def grouped(
@@ -103,14 +147,25 @@ def grouped(
     zeros: UInt8[Tensor, "out groups"],
     scales: Float[Tensor, "out groups"],
     dtype: torch.dtype,
+    group_of: Int[Tensor, " in"] | None = None,
 ) -> StoredMatrix:
     """A matrix in groups as C reads it: numbers of 4 bits, and of each group a scale and the number that stands for 0.
 
+    Args:
+        numbers: the weights.
+        zeros: which number stands for 0.
+        scales: of a step.
+        dtype: of what products make.
+        group_of: the group of each input, where neighbours may be in different ones (GPTQ's act-order). Inputs of a
+            group are put side by side then, and products take them in that order.
+
     Raises:
-        UnreadError: scales that float16 does not hold, or a size of groups that is not known.
+        UnreadError: scales that float16 does not hold, or sizes of groups that are not known.
     """
     outs, ins = numbers.shape
     groups = scales.shape[1]
+    inputs = None if group_of is None else _grouped_inputs(group_of.long(), groups)
+    numbers = numbers if inputs is None else numbers[:, inputs]
     half = scales.to(torch.float16)
     if not torch.equal(half.to(scales.dtype), scales):
         raise UnreadError("float16 does not hold its scales exactly")
@@ -123,7 +178,16 @@ def grouped(
     both = numbers.view(outs, -1, size // 2, 2)
     bytes_of = both[..., 0] | both[..., 1] << 4
     parts = (half.contiguous().view(torch.uint8).view(outs, -1, 2), zeros.unsqueeze(-1), bytes_of)
-    return StoredMatrix(torch.cat(parts, -1).flatten(), outs, ins, WORDS[size], dtype)
+    return StoredMatrix(torch.cat(parts, -1).flatten(), outs, ins, WORDS[size], dtype, inputs=inputs)
+
+
+def _grouped_inputs(group_of: Int64[Tensor, " in"], groups: int) -> Int64[Tensor, " in"] | None:
+    """All inputs, group by group; None where they are so already."""
+    sizes = torch.bincount(group_of.clamp(min=0), minlength=groups)
+    if bool((group_of < 0).any()) or len(sizes) != groups or bool((sizes != len(group_of) // groups).any()):
+        raise UnreadError(f"its {len(group_of)} inputs are not in {groups} groups of one size")
+    order = group_of.argsort(stable=True)
+    return None if torch.equal(order, torch.arange(len(order))) else order
 
 
 def in_bytes(
@@ -183,13 +247,9 @@ def _shape_gptq(weights: PackedWeights, stem: str) -> tuple[int, ...]:
 def _matrix_gptq(weights: PackedWeights, stem: str) -> StoredMatrix:
     numbers = _numbers(weights.plain(f"{stem}.qweight").t().contiguous())
     scales = weights.plain(f"{stem}.scales").t().contiguous()
-    size = numbers.shape[1] // scales.shape[1]
-    places = f"{stem}.g_idx"
-    if places in weights and not torch.equal(weights.plain(places).long(), torch.arange(numbers.shape[1]) // size):
-        raise UnreadError("its groups are not in order (desc_act)")
     missing = 0 if weights.fields.get("checkpoint_format") == "gptq_v2" else 1
     zeros = _numbers(weights.plain(f"{stem}.qzeros")).t() + missing
-    return grouped(numbers, zeros, scales, weights.dtype)
+    return grouped(numbers, zeros, scales, weights.dtype, weights.optional_plain(f"{stem}.g_idx", numbers.shape[1]))
 
 
 def _awq(fields: Mapping[str, Any]) -> _Method:
@@ -213,7 +273,7 @@ def _matrix_awq(weights: PackedWeights, stem: str) -> StoredMatrix:
     return grouped(numbers, zeros, weights.plain(f"{stem}.scales").t().contiguous(), weights.dtype)
 
 
-_PACKED, _BYTES, _ZEROS = "pack-quantized", "int-quantized", "weight_zero_point"
+_PACKED, _BYTES, _ZEROS, _GROUPS = "pack-quantized", "int-quantized", "weight_zero_point", "weight_g_idx"
 _DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 """Inputs of W8A8: in 8 bits by a scale that each row gets when it is there."""
 
@@ -228,9 +288,10 @@ def _compressed(fields: Mapping[str, Any]) -> _Method:
     found = set()
     for group in groups:
         weights, inputs = group.get("weights") or {}, group.get("input_activations")
-        symmetric = weights.get("type") == "int" and weights.get("symmetric") and not weights.get("actorder")
-        if weights.get("num_bits") not in legal or not symmetric:
-            raise UnreadError(f"its weights are not symmetric numbers of {' or '.join(map(str, legal))} bits")
+        if weights.get("num_bits") not in legal or weights.get("type") != "int":
+            raise UnreadError(f"its weights are not whole numbers of {' or '.join(map(str, legal))} bits")
+        if weights["num_bits"] == 8 and not weights.get("symmetric"):
+            raise UnreadError("its weights of 8 bits are not symmetric")
         if inputs and (form == _PACKED or any(inputs.get(name) != value for name, value in _DYNAMIC.items())):
             raise UnreadError("its inputs are rounded otherwise than in 8 bits with a scale for each row")
         found.add((weights["num_bits"], bool(inputs)))
@@ -240,7 +301,7 @@ def _compressed(fields: Mapping[str, Any]) -> _Method:
     if form == _BYTES:
         matrix = functools.partial(_matrix_bytes, kind=INT8_BY_ROW if rounded else INT8)
         return _Method(8, "weight_scale", ("weight", _ZEROS), _shape_plain, matrix)
-    beside = ("weight_scale", "weight_shape")
+    beside = ("weight_scale", "weight_shape", *((_ZEROS, _GROUPS) if bits == 4 else ()))
     return _Method(bits, "weight_packed", beside, _shape_compressed, functools.partial(_matrix_compressed, bits=bits))
 
 
@@ -262,12 +323,17 @@ def _shape_compressed(weights: PackedWeights, stem: str) -> tuple[int, ...]:
 
 
 def _matrix_compressed(weights: PackedWeights, stem: str, bits: int) -> StoredMatrix:
-    _, ins = _shape_compressed(weights, stem)
+    outs, ins = _shape_compressed(weights, stem)
     numbers = _numbers(weights.plain(f"{stem}.weight_packed"), bits)[:, :ins].contiguous()
     scales = weights.plain(f"{stem}.weight_scale")
     if bits == 8:
         return in_bytes((numbers ^ 128).view(torch.int8), scales, INT8, weights.dtype)
-    return grouped(numbers, torch.full(scales.shape, 8, dtype=torch.uint8), scales, weights.dtype)
+    zeros, place = torch.full(scales.shape, 8, dtype=torch.uint8), f"{stem}.{_ZEROS}"
+    if place in weights:  # words of neighbouring outputs
+        zeros = _numbers(weights.plain(place, torch.int32).t().contiguous())[:, :outs].t().contiguous()
+    if zeros.shape != scales.shape:
+        raise UnreadError(f"its {place} is {list(zeros.shape)}, not {list(scales.shape)} as its scales")
+    return grouped(numbers, zeros, scales, weights.dtype, weights.optional_plain(f"{stem}.{_GROUPS}", ins))
 
 
 def _bitsandbytes(fields: Mapping[str, Any]) -> _Method:

@@ -1,15 +1,18 @@
 """Backends for transformers' modules whose weights have few bits: their attention is native, in our passes.
 
 Inputs of such products are rounded to 8 bits. So where attention sums in another order in another pass, a last digit
-that differs can become a difference that is seen. Native attention sums in one order.
+that differs can become a difference that is seen. Native attention sums in one order, and so do products with the
+weights that are left as floats.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -18,27 +21,40 @@ from torch import Tensor, nn
 
 from draftproof import native
 from draftproof.backends.cache.layout import Layout
+from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import CacheView, SlotCache
-from draftproof.backends.cache.windows import FULL, SLIDING
+from draftproof.backends.cache.windows import FULL, RECURRENT, SLIDING, windows_of
 from draftproof.backends.hf.backend import HFBackend
+from draftproof.backends.hf.quantized_modules import QuantizedLinear
 from draftproof.backends.lean.attention import Heads, NativeAttention, Pass
+from draftproof.backends.lean.mixture import StoredMixture
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
-from draftproof.backends.products.stored_modules import StoredLinear
-from draftproof.errors import UserError
+from draftproof.backends.lean.traits import UnreadError
+from draftproof.backends.loading.stored_mixtures import with_rounded_experts
+from draftproof.backends.products.linear_layers import linear_layers
+from draftproof.backends.products.packed_linear import LinearSlice, PlainProduct, SplitProduct, StoredProduct, fuse
+from draftproof.errors import UserError, reason
 from draftproof.native.structures import PassMask
 
 _NAME = "draftproof"
+_UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask")  # what changes attention and is not known to native code
+_log = logging.getLogger(__name__)
 
 
-class _StoredWeights(HFBackend):
-    """A model whose weights have few bits; inputs of their products are rounded to 8 bits."""
+class StoredWeights(HFBackend):
+    """A model whose weights have few bits; inputs of their products are rounded to 8 bits, or as their types have it.
 
-    rounds_inputs = True
+    Arguments are those of the class beside it.
+    """
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        self.rounds_inputs = any(map(_rounds, model.modules()))
+        super().__init__(model, **options)
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the output layer's weight."""
         head = self.model.get_output_embeddings()
-        return head.product.rows(ids) if isinstance(head, StoredLinear) else super().output_rows(ids)
+        return head.product.rows(ids) if hasattr(head, "product") else super().output_rows(ids)
 
     def quantizing(self, bits: int) -> NoReturn:
         """Refused: see Raises.
@@ -51,16 +67,27 @@ class _StoredWeights(HFBackend):
             "by another drafter"
         )
 
+    def rounded(self, bits: int) -> NoReturn:
+        """Refused, as `quantizing` is."""
+        self.quantizing(bits)
+
     def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> NoReturn:  # noqa: ARG002 - of SlotBackend
         """Refused: see Raises.
 
         Raises:
             UserError: always; the weights are those of a file.
         """
-        raise UserError(f"the weights of {self.name} cannot be changed: they are the blocks of a .gguf file")
+        raise UserError(f"the weights of {self.name} cannot be changed: they have few bits")
 
 
-class StoredBackend(_StoredWeights):
+def _rounds(module: nn.Module) -> bool:
+    """Whether a module rounds its inputs to 8 bits."""
+    if isinstance(module, LinearSlice):
+        return isinstance(module.product, StoredProduct | SplitProduct) and module.product.rounds_inputs
+    return isinstance(module, StoredMixture | QuantizedLinear)
+
+
+class StoredBackend(StoredWeights):
     """Such a model that its own modules read; its config names `attention_name()`."""
 
     def _past(self, layout: Layout) -> CacheView:
@@ -70,11 +97,11 @@ class StoredBackend(_StoredWeights):
         with _in_pass(_Passing(layout, self._cache)):
             return super()._call(layout, view, hidden=hidden)
 
-    def _masks(self, layout: Layout) -> dict[str, Tensor | None]:  # noqa: ARG002 - of HFBackend
-        return dict.fromkeys((FULL, SLIDING))
+    def _mask(self, layout: Layout, window: int | None) -> Tensor:  # noqa: ARG002 - of HFBackend
+        return torch.full((1, 1, 1, 1), window or 0)  # in place of a mask, for `attend`
 
 
-class StoredSnapshotBackend(_StoredWeights, LeanSnapshotBackend):
+class StoredSnapshotBackend(StoredWeights, LeanSnapshotBackend):
     """Such a model with recurrent layers."""
 
 
@@ -116,7 +143,8 @@ class _Passing:
         """
         rows, heads, width, dim = query.shape
         operations = native.operations_for(query)
-        assert operations is not None, "the model was read by native operations"
+        if operations is None or not operations.attends(dim) or value.shape != key.shape:
+            raise UnreadError(f"there is no native attention for heads of {dim} numbers in {query.dtype}")
         attention = NativeAttention(Heads(heads, key.shape[1], dim, scale), operations)
         if (dim, query.dtype) not in self._passes:
             angles = query.new_ones((rows * width, 1, dim)), query.new_zeros((rows * width, 1, dim))  # turned already
@@ -159,9 +187,72 @@ def attention_name() -> str:
         if passing is None:
             made: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **options)
             return made
-        window = options.get("sliding_window")
+        odd = [name for name in _UNKNOWN if options.get(name) is not None]
+        if odd or attention_mask is None or attention_mask.numel() != 1:
+            raise UnreadError(f"its attention takes {odd[0] if odd else 'another mask than that of its layer'}")
+        window = int(attention_mask) or None
         return passing.attend(module.layer_idx, query, key, value, options["scaling"], window), None
 
     ALL_ATTENTION_FUNCTIONS.register(_NAME, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     return _NAME
+
+
+# --- models of transformers whose linear layers have few bits --------------------------------------------------------
+
+
+def stored_backend(model: Any, name: str, *, snapshot: bool, check: bool) -> HFBackend:
+    """The backend of a model whose linear layers became native products with weights of few bits.
+
+    Attention is native where that is known to be right: where the check was asked for, and passed.
+
+    Raises:
+        UserError: as of `HFBackend`.
+    """
+    if snapshot:
+        return StoredSnapshotBackend(model, name=name, check=check)
+    if not check:
+        return StoredWeights(model, name=name, check=False)
+    plain = model.config._attn_implementation  # noqa: SLF001 - has no public name
+    try:
+        _natively(model)
+        return StoredBackend(model, name=name)
+    except (UserError, UnreadError, ValueError) as cause:
+        _log.info("%s has torch's attention: %s", name, reason(cause))
+    model.set_attn_implementation(plain)
+    return StoredWeights(model, name=name)
+
+
+def rounded(backend: SlotBackend, bits: int, *, check: bool = True) -> SlotBackend:
+    """A model with linear weights of 4 or 8 bits as a target, and an empty cache; the given one is used up.
+
+    Raises:
+        UserError: as of `SlotBackend.rounded`, or of `quantized_modules.quantizing`.
+    """
+    if type(backend) not in (HFBackend, LeanSnapshotBackend):
+        return backend.rounded(bits)
+    assert isinstance(backend, HFBackend), "both are"
+    model = backend.rounded_copy(with_rounded_experts(backend.model, bits, backend.name), bits)
+    snapshot = isinstance(backend, LeanSnapshotBackend)
+    made = stored_backend(model, backend.name, snapshot=snapshot, check=check)
+    made.facts = replace(made.facts, bits=bits)
+    return made
+
+
+def _natively(model: Any) -> None:
+    """Let attention and the linear layers that have floats be native, so that their sums have one order."""
+    if model.device.type != "cpu" or native.operations_for(torch.empty(0, dtype=model.dtype)) is None:
+        raise UnreadError(f"there are no native operations on {model.dtype}, or they are off ({native.VARIABLE})")
+    odd = windows_of(model).kinds - {FULL, SLIDING, *RECURRENT}
+    if odd:
+        raise UnreadError(f"its attention is of kinds that are not known here ({', '.join(sorted(odd))})")
+    model.set_attn_implementation(attention_name())
+    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    for path, each in linear_layers(model).items():
+        owner, _, name = path.rpartition(".")
+        if isinstance(each, nn.Linear) and id(each.weight) not in tables:
+            fuse(model.get_submodule(owner), [name])
+        elif isinstance(each, nn.Linear):
+            setattr(
+                model.get_submodule(owner), name, LinearSlice(PlainProduct(each.weight.detach()), 0, len(each.weight))
+            )

@@ -29,13 +29,14 @@ from draftproof import native
 from draftproof.backends.base import Capabilities, Feed
 from draftproof.backends.hf.probe import TOLERANCE, distance
 from draftproof.backends.lean.backend import LeanBackend, LeanForward
-from draftproof.backends.lean.checkpoint import Architecture, weight_files
+from draftproof.backends.lean.checkpoint import Architecture
 from draftproof.backends.loading.adapters import CONFIG as ADAPTER
 from draftproof.backends.loading.fast_tokenizer import Description, FastTokenizer, describe
 from draftproof.backends.loading.options import LoadOptions, parse_device, parse_dtype
 from draftproof.backends.model_info import ModelInfo
 from draftproof.errors import UserError
 from draftproof.files import Store, read_object
+from draftproof.models.found import weight_files
 from draftproof.tree import TokenTree
 
 VARIABLE = "DRAFTPROOF_CHECKED"

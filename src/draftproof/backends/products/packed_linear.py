@@ -12,6 +12,7 @@ import functools
 import importlib
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from typing_extensions import override
 
 from draftproof import native
 from draftproof.errors import UserError
-from draftproof.native.ggml import LAYOUTS, GGMLWeight, StoredMatrix, why_not_joined
+from draftproof.native.ggml import AS_FLOATS, LAYOUTS, SIXTEEN_BITS, GGMLWeight, StoredMatrix, why_not_joined
 from draftproof.native.operations import NEIGHBOURS, Operations
 from draftproof.native.tensors import Interleaved, MeasuredInputs, Plain, Quantized
 from draftproof.triton.choose import installed as triton_is_installed
@@ -33,6 +34,7 @@ ROUGH_OUTPUTS = 100_000  # from so many outputs on, an output layer has ROUGH_BI
 ROUGH_BITS, ROUGH_GROUP = 2, 64
 ROUGH_SHARE = 128  # one of so many outputs is computed again then
 GROUP = 32  # inputs that share a scale in a quantized weight
+REORDERED = "reordered"  # layout of a native product whose inputs change their order first, which C code does not do
 _CHECKED = 64  # outputs of a stored matrix that are compared with torch's
 _TOLERANCE = 0.02  # how far they may be off where inputs have 8 bits, as a share of their size
 _ROWS = 9  # rows that the packed layout is optimized for: those of a verification; one row is as fast
@@ -72,21 +74,27 @@ class PackedLinear:
     """x W^T + b, for inference.
 
     Args:
-        weight: plain; not kept here where packed weights are supported.
+        weight: plain, or several whose outputs follow one another; not kept here where packed weights are supported.
         pack: whether to pack the weight where that is supported.
     """
 
     def __init__(
-        self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None, *, pack: bool = True
+        self,
+        weight: Float[Tensor, "out in"] | Sequence[Tensor],
+        bias: Float[Tensor, " out"] | None = None,
+        *,
+        pack: bool = True,
     ) -> None:
+        parts = [weight] if isinstance(weight, Tensor) else list(weight)
+        operations = native.operations_for(parts[0]) if pack else None
+        weight = parts[0] if operations is not None else _joined(parts)
         self.bias = bias
-        self.layout = "plain"  # of the weight, "native", "oneDNN" or "plain"
+        self.layout = "plain"  # of the weight, "native", "oneDNN", "plain" or REORDERED
         self.weight: Any = weight  # a tensor, or in a layout of native/
         self._multiply: Callable[..., Tensor] = F.linear
-        operations = native.operations_for(weight) if pack else None
         if operations is not None:
             self.layout = "native"
-            self.weight = Interleaved.of(weight)
+            self.weight = Interleaved.of(*parts)
             self._multiply = operations.product
         elif pack and packs(weight.dtype, weight.device.type):
             self.layout = "oneDNN"
@@ -171,7 +179,7 @@ class PackedLinear:
 
     def onto(self, x: Float[Tensor, "*rows in"], rows: Float[Tensor, "*rows out"]) -> Float[Tensor, "*rows out"]:
         """The product with every row, rounded and then added to `rows`."""
-        if self.layout == "native":
+        if self.layout in ("native", REORDERED):
             return self._multiply(x, self.weight, self.bias, rows)
         return self(x).add_(rows)
 
@@ -198,10 +206,16 @@ class PlainProduct(PackedLinear):
         self.layout = "native"
         self.weight = Plain(weight)
         self._operations = operations
+        self._latest = None
 
     def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The product with every row."""
         return self._operations.rows_product(x, self.weight.weight, self.bias)
+
+    def dense(self) -> Float[Tensor, "out in"]:
+        """The weight itself."""
+        weight: Tensor = self.weight.weight
+        return weight
 
 
 class RescoredProduct(PackedLinear):
@@ -353,41 +367,85 @@ def of_stored(
     weights: Sequence[StoredMatrix | Tensor], bias: Tensor | None, *, rows: Int[Tensor, " outs"] | None = None
 ) -> PackedLinear:
     """The product of matrices with the same inputs, some of which are stored in few bits; arguments as of `fuse`."""
-    matrices = [weight for weight in weights if isinstance(weight, StoredMatrix)]
     bias = bias if bias is None or rows is None else bias[rows]
-    if len(matrices) < len(weights) or why_not_joined(matrices) is not None:
-        plain = [weight if isinstance(weight, Tensor) else dense(weight) for weight in weights]
-        weight = _joined(plain)
-        return PackedLinear(weight if rows is None else weight[rows], bias)
-    if rows is not None:
-        starts = itertools.accumulate((len(each) for each in matrices), initial=0)
-        matrices = [
-            each.in_order(rows[start : start + len(each)] - start)
-            for each, start in zip(matrices, starts, strict=False)
-        ]
-    return StoredProduct(matrices, bias)
+    starts, groups = list(itertools.accumulate((len(each) for each in weights), initial=0)), list[list[Any]]()
+    for weight, (start, stop) in zip(weights, itertools.pairwise(starts), strict=True):
+        mine = weight if rows is None else _in_order(weight, rows[start:stop] - start)
+        if groups and _is_one_product([*groups[-1], mine]):
+            groups[-1].append(mine)
+        else:
+            groups.append([mine])
+    products, start = list[PackedLinear](), 0
+    for group in groups:
+        stop = start + sum(len(each) for each in group)
+        part = None if bias is None else bias[start:stop]
+        if _is_plain(group[0]):
+            products.append(PackedLinear([plain_of(each) for each in group], part))
+            let_go(group)
+        else:
+            products.append(StoredProduct(group, part))
+        start = stop
+    return products[0] if len(products) == 1 else SplitProduct(products)
+
+
+def _in_order(weight: StoredMatrix | Tensor, rows: Int[Tensor, " outs"]) -> StoredMatrix | Tensor:
+    return weight.in_order(rows) if isinstance(weight, StoredMatrix) else weight[rows]
+
+
+def _is_plain(weight: StoredMatrix | Tensor) -> bool:
+    return isinstance(weight, Tensor) or weight.is_plain
+
+
+def _is_one_product(weights: Sequence[StoredMatrix | Tensor]) -> bool:
+    """Whether neighbouring matrices are read by one product."""
+    if any(_is_plain(each) for each in weights):
+        return all(_is_plain(each) for each in weights)
+    return why_not_joined([each for each in weights if isinstance(each, StoredMatrix)]) is None
+
+
+def plain_of(weight: StoredMatrix | Tensor) -> Float[Tensor, "*out in"]:
+    """A matrix as a tensor: in the map of its file, where its floats are of the type that products make."""
+    if isinstance(weight, Tensor):
+        return weight
+    return weight.plain() if weight.is_plain else dense(weight)
+
+
+def let_go(weights: Sequence[StoredMatrix | Tensor]) -> None:
+    """Let the pages of files go that hold matrices."""
+    for each in weights:
+        if isinstance(each, StoredMatrix) and each.release is not None:
+            each.release()
 
 
 class StoredProduct(PackedLinear):
-    """x W^T + b with the numbers of stored matrices; inputs are rounded to 8 bits.
+    """x W^T + b with the numbers of stored matrices; inputs are rounded to 8 bits, or as their types have it.
+
+    Where the matrices have another order of inputs, rows get it once, before they are rounded.
 
     Args:
         matrices: whose outputs follow one another (`ggml.why_not_joined`).
+
+    Attributes:
+        rounds_inputs: whether they are; some types multiply floats.
     """
 
     def __init__(self, matrices: Sequence[StoredMatrix], bias: Float[Tensor, " out"] | None = None) -> None:
         operations = operations_for_stored(matrices[0])
         self.bias = bias
-        self.layout = "native"
+        self._inputs = matrices[0].inputs
+        self.layout = "native" if self._inputs is None else REORDERED
         self._latest = None
+        self.rounds_inputs = LAYOUTS[matrices[0].type].inputs != AS_FLOATS
         self._types = sorted({LAYOUTS[each.type].name for each in matrices})
         self._matrices = matrices if all(each.release for each in matrices) else ()
         self._operations = operations
-        self._multiply = functools.partial(_multiplied, operations)
+        self._multiply = functools.partial(_multiplied, operations, self._inputs)
         self.weight = GGMLWeight.joined([repacked(each) for each in matrices])
 
-    @override
-    def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:
+    def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:  # noqa: ARG002 - of PackedLinear
+        """See `PackedLinear`."""
+        if all(each.type in SIXTEEN_BITS for each in self.weight.segments):
+            return f"its weights stay as the file has them ({', '.join(self._types)})"
         return f"its weights have few bits already ({', '.join(self._types)})"
 
     @override
@@ -402,13 +460,51 @@ class StoredProduct(PackedLinear):
         return torch.cat([dense(each) for each in self._matrices])
 
 
+class SplitProduct(PackedLinear):
+    """Several products with the same inputs whose weights are of several kinds; their outputs follow one another.
+
+    Args:
+        products: native ones.
+
+    Attributes:
+        products: as given.
+        rounds_inputs: whether one of them rounds its inputs.
+    """
+
+    def __init__(self, products: Sequence[PackedLinear]) -> None:
+        self.products = products
+        self.layout = REORDERED if any(each.layout == REORDERED for each in products) else "native"
+        self.rounds_inputs = any(isinstance(each, StoredProduct) and each.rounds_inputs for each in products)
+        self.bias = None
+        self.weight: Any = None
+        self._latest = None
+        self._multiply = self._split
+
+    def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:
+        """See `Product`."""
+        return next(filter(None, (each.why_not_quantized(bits, group) for each in self.products)), "it is in parts")
+
+    def dense(self) -> Float[Tensor, "out in"]:
+        """See `Product`."""
+        return torch.cat([each.dense() for each in self.products])
+
+    def _split(self, x: Tensor, _: object, __: object, onto: Tensor | None = None) -> Tensor:
+        made = torch.cat([each(x) for each in self.products], -1)
+        return made if onto is None else made.add_(onto)
+
+
 def _multiplied(
-    operations: Operations, x: Tensor, weight: GGMLWeight, bias: Tensor | None, onto: Tensor | None = None
+    operations: Operations,
+    inputs: Tensor | None,
+    x: Tensor,
+    weight: GGMLWeight,
+    bias: Tensor | None,
+    onto: Tensor | None = None,
 ) -> Tensor:
     """The product in the dtype of the rows: a model of bfloat16 may be compared in float32."""
     chosen = operations if x.dtype == operations.dtype else native.operations_for(x)
     assert chosen is not None, "the caller looked"
-    return chosen.ggml_product(x, weight, bias, onto)
+    return chosen.ggml_product(x if inputs is None else x[..., inputs], weight, bias, onto)
 
 
 def operations_for_stored(matrix: StoredMatrix) -> Operations:
@@ -422,22 +518,20 @@ def operations_for_stored(matrix: StoredMatrix) -> Operations:
 def repacked(matrix: StoredMatrix) -> GGMLWeight:
     """A stored matrix in the order in which native products read it; the pages of its file are let go."""
     made = operations_for_stored(matrix).ggml_repacked(matrix)
-    if matrix.release is not None:
-        matrix.release()
+    let_go([matrix])
     return made
 
 
 def dense(matrix: StoredMatrix) -> Float[Tensor, "out in"]:
     """What the numbers of a stored matrix stand for, in its dtype."""
     made = operations_for_stored(matrix).ggml_rows(matrix, torch.arange(len(matrix)))
-    if matrix.release is not None:
-        matrix.release()
+    let_go([matrix])
     return made
 
 
 def why_not_exact(matrix: StoredMatrix) -> str | None:
     """Why native products with some rows of a stored matrix are wrong; None where they are torch's but for rounding."""
-    some, operations = matrix.first(_CHECKED), operations_for_stored(matrix)
+    some, operations = replace(matrix.first(_CHECKED), inputs=None), operations_for_stored(matrix)
     x = torch.randn((3, some.ins), generator=torch.Generator().manual_seed(0)).to(some.dtype)
     expected = x.double() @ dense(some).double().T
     found = operations.ggml_product(x, operations.ggml_repacked(some)).double()

@@ -13,40 +13,46 @@
               for all groups of the piece
      numbers  for each group, lines of 64 bytes, [16][4]: with 4, 5 and 6 bits input k of an output in the lower half of a
               byte and input k + 4 in the upper one; behind them the higher bits, those of input k + 4 t in the bits t, or 2 t
-              and 2 t + 1, of a byte; with 8 bits a byte for each input
+              and 2 t + 1, of a byte; with 2 bits input k + 4 t in those; with 8 bits a byte for each input
 
-   With `levels`, 4 bits are the place of a float in a table, which the step multiplies. Steps are filled up to whole lines.
+   With `places`, 4 bits are the place of a number in a table of sixteen. With `levels`, they are the place of a float, which the
+   step multiplies. With 16 bits a number is a float16, or
+   with `is_wide` a bfloat16; sixteen outputs of an input are neighbours, and there are no steps. Steps are filled up to whole lines.
    Inputs are padded to whole pieces: with steps of zero. */
 
 enum { GGML_SEGMENTS = 4, GGML_GROUP = 32 /* inputs that share a scale when they are rounded to 8 bits */, GGML_PAD = 256 };
 
 typedef struct {
-  int bits, group, groups, by_byte, is_signed, has_least, offset, is_wide, is_whole, levels;
+  int bits, group, groups, by_byte, is_signed, has_least, offset, is_wide, is_whole, levels, places;
 } ggml_form;
 
 /* Forms, and the type of file blocks that becomes each: numbers of GGMLQuantizationType. */
 #define GGML_FORMS(DO) \
-  DO(0, 4, 32, 2, 0, 0, 0, 8, 0, 0, 0)    /* Q4_0 */ \
-  DO(1, 4, 32, 2, 0, 0, 1, 0, 0, 0, 0)    /* Q4_1 */ \
-  DO(2, 5, 32, 2, 0, 0, 0, 16, 0, 0, 0)   /* Q5_0 */ \
-  DO(3, 5, 32, 2, 0, 0, 1, 0, 0, 0, 0)    /* Q5_1 */ \
-  DO(4, 8, 32, 2, 0, 0, 0, 128, 0, 0, 0)  /* Q8_0, IQ4_NL */ \
-  DO(5, 4, 32, 8, 1, 0, 1, 0, 0, 0, 0)    /* Q4_K */ \
-  DO(6, 5, 32, 8, 1, 0, 1, 0, 0, 0, 0)    /* Q5_K */ \
-  DO(7, 6, 16, 16, 1, 1, 0, 32, 0, 0, 0)  /* Q6_K, Q3_K */ \
-  DO(8, 4, 16, 16, 1, 0, 1, 0, 0, 0, 0)   /* Q2_K */ \
-  DO(9, 8, 32, 8, 1, 1, 0, 128, 0, 0, 0)  /* IQ4_XS */ \
-  DO(10, 4, 32, 4, 1, 0, 1, 0, 0, 0, 0)   /* WORDS_128 */ \
-  DO(11, 4, 32, 2, 1, 0, 1, 0, 0, 0, 0)   /* WORDS_64 */ \
-  DO(12, 4, 32, 1, 1, 0, 1, 0, 0, 0, 0)   /* WORDS_32 */ \
-  DO(13, 5, 32, 2, 0, 0, 0, 16, 1, 0, 0)  /* MXFP4 */ \
-  DO(14, 8, 32, 4, 0, 0, 0, 128, 0, 1, 0)  /* INT8, INT8_BY_ROW */ \
-  DO(15, 4, 64, 1, 0, 0, 0, 0, 0, 1, 1)    /* NF4 */ \
-  DO(16, 4, 64, 1, 0, 0, 0, 0, 0, 1, 2)    /* FP4 */
-enum { GGML_FORM_COUNT = 17 };
+  DO(0, 4, 32, 2, 0, 0, 0, 8, 0, 0, 0, 0)    /* Q4_0 */ \
+  DO(1, 4, 32, 2, 0, 0, 1, 0, 0, 0, 0, 0)    /* Q4_1 */ \
+  DO(2, 5, 32, 2, 0, 0, 0, 16, 0, 0, 0, 0)   /* Q5_0 */ \
+  DO(3, 5, 32, 2, 0, 0, 1, 0, 0, 0, 0, 0)    /* Q5_1 */ \
+  DO(4, 8, 32, 2, 0, 0, 0, 128, 0, 0, 0, 0)  /* Q8_0 */ \
+  DO(5, 4, 32, 8, 1, 0, 1, 0, 0, 0, 0, 0)    /* Q4_K */ \
+  DO(6, 5, 32, 8, 1, 0, 1, 0, 0, 0, 0, 0)    /* Q5_K */ \
+  DO(7, 6, 16, 16, 1, 1, 0, 32, 0, 0, 0, 0)  /* Q6_K */ \
+  DO(8, 2, 16, 16, 1, 0, 1, 0, 0, 0, 0, 0)   /* Q2_K */ \
+  DO(9, 4, 32, 8, 1, 1, 0, 128, 0, 0, 0, 1)  /* IQ4_XS */ \
+  DO(10, 4, 32, 4, 1, 0, 1, 0, 0, 0, 0, 0)   /* WORDS_128 */ \
+  DO(11, 4, 32, 2, 1, 0, 1, 0, 0, 0, 0, 0)   /* WORDS_64 */ \
+  DO(12, 4, 32, 1, 1, 0, 1, 0, 0, 0, 0, 0)   /* WORDS_32 */ \
+  DO(13, 4, 32, 2, 0, 0, 0, 16, 1, 0, 0, 2)  /* MXFP4 */ \
+  DO(14, 8, 32, 4, 0, 0, 0, 128, 0, 1, 0, 0)  /* INT8, INT8_BY_ROW */ \
+  DO(15, 4, 64, 1, 0, 0, 0, 0, 0, 1, 1, 0)    /* NF4 */ \
+  DO(16, 4, 64, 1, 0, 0, 0, 0, 0, 1, 2, 0)    /* FP4 */ \
+  DO(17, 16, 32, 1, 0, 0, 0, 0, 0, 0, 0, 0)   /* F16 */ \
+  DO(18, 16, 32, 1, 0, 0, 0, 0, 1, 0, 0, 0)   /* BF16 */ \
+  DO(19, 4, 32, 2, 0, 0, 0, 128, 0, 0, 0, 1)  /* IQ4_NL */ \
+  DO(20, 4, 16, 16, 1, 1, 0, 4, 0, 0, 0, 0)   /* Q3_K */
+enum { GGML_FORM_COUNT = 21 };
 
-#define FORM(number, bits, group, groups, by_byte, is_signed, has_least, offset, is_wide, is_whole, levels) \
-  {bits, group, groups, by_byte, is_signed, has_least, offset, is_wide, is_whole, levels},
+#define FORM(number, bits, group, groups, by_byte, is_signed, has_least, offset, is_wide, is_whole, levels, places) \
+  {bits, group, groups, by_byte, is_signed, has_least, offset, is_wide, is_whole, levels, places},
 static const ggml_form ggml_forms[GGML_FORM_COUNT] = {GGML_FORMS(FORM)};
 #undef FORM
 
@@ -55,6 +61,7 @@ INLINE long ggml_piece(ggml_form f) { return (long)f.group * f.groups; }
 INLINE long ggml_steps(ggml_form f) {
   const long sets = 1 + f.has_least, bytes = f.by_byte ? 32 * sets + LANES * f.groups * sets : 32 * f.groups * sets;
   if (f.is_whole) return 64;
+  if (f.bits == 16) return 0;
   return (bytes + 63) / 64 * 64;
 }
 INLINE long ggml_numbers(ggml_form f) { return 2L * f.bits * f.group; }
@@ -72,7 +79,7 @@ typedef struct {
   int type, form, elements, bytes, inputs;
 } ggml_type;
 
-enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20,
+enum { F16 = 1, BF16 = 30, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20,
        IQ4_XS = 23, MXFP4 = 39,
        /* None of ggml's: groups of GPTQ, AWQ and compressed-tensors (packed_checkpoint.py), a float16 scale, the number that
           stands for 0, and 4 bits for each input, two neighbours in a byte. */
@@ -81,9 +88,10 @@ enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q
           first of two in the higher bits of a byte. */
        INT8 = 1208, INT8_BY_ROW = 1209, NF4 = 1304, FP4 = 1305 };
 static const ggml_type ggml_types[] = {
-    {Q4_0, 0, 32, 18},   {Q4_1, 1, 32, 20},   {Q5_0, 2, 32, 22},   {Q5_1, 3, 32, 24},   {Q8_0, 4, 32, 34},  {IQ4_NL, 4, 32, 18},
-    {Q4_K, 5, 256, 144}, {Q5_K, 6, 256, 176}, {Q6_K, 7, 256, 210}, {Q3_K, 7, 256, 110}, {Q2_K, 8, 256, 84}, {IQ4_XS, 9, 256, 136},
+    {Q4_0, 0, 32, 18},   {Q4_1, 1, 32, 20},   {Q5_0, 2, 32, 22},   {Q5_1, 3, 32, 24},   {Q8_0, 4, 32, 34},  {IQ4_NL, 19, 32, 18},
+    {Q4_K, 5, 256, 144}, {Q5_K, 6, 256, 176}, {Q6_K, 7, 256, 210}, {Q3_K, 20, 256, 110}, {Q2_K, 8, 256, 84}, {IQ4_XS, 9, 256, 136},
     {WORDS_128, 10, 128, 67}, {WORDS_64, 11, 64, 35}, {WORDS_32, 12, 32, 19}, {MXFP4, 13, 32, 17},
+    {F16, 17, 1, 2, AS_FLOATS}, {BF16, 18, 1, 2, AS_FLOATS},
     {INT8, 14, 32, 36}, {INT8_BY_ROW, 14, 32, 36, BY_ROW}, {NF4, 15, 64, 36, AS_FLOATS}, {FP4, 16, 64, 36, AS_FLOATS}};
 
 static const ggml_type *ggml_type_of(long type) {
@@ -106,11 +114,11 @@ typedef struct {
 INLINE uint16_t two_bytes(const uint8_t *at) { return (uint16_t)(at[0] | at[1] << 8); }
 INLINE uint16_t negated(uint16_t half) { return half ^ 0x8000; }
 
-static const int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-
-/* Floats of four bits (a sign, two bits of exponent, one of mantissa), twice, so that they are whole; their scale is a power of
-   two, of which half is taken here, as bfloat16. */
-static const int8_t MXFP4_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+/* Tables of `places`, with the form's offset added: IQ4_NL's and IQ4_XS's, and floats of four bits (a sign, two bits of exponent,
+   one of mantissa), twice, so that they are whole; the scale of these is a power of two, of which half is taken here, as
+   bfloat16. */
+static const uint8_t GGML_PLACES[2][16] = {{1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241},
+                                           {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4}};
 INLINE uint16_t half_of_power(uint8_t exponent) {
   return (uint16_t)(exponent < 2 ? 0x20 << exponent : (exponent - 1) << 7);
 }
@@ -138,13 +146,10 @@ static void ggml_decode(int type, const uint8_t *b, ggml_decoded *to) {
     case IQ4_NL:
       to->step = two_bytes(b);
       halves_of(b + 2, numbers);
-      if (type == IQ4_NL)
-        for (int i = 0; i < 32; i++) numbers[i] = (uint8_t)(IQ4_VALUES[numbers[i]] + 128);
       break;
     case MXFP4:
       to->step = half_of_power(b[0]);
       halves_of(b + 1, numbers);
-      for (int i = 0; i < 32; i++) numbers[i] = (uint8_t)(MXFP4_VALUES[numbers[i]] + 16);
       break;
     case Q4_1:
       to->step = two_bytes(b);
@@ -182,23 +187,24 @@ static void ggml_decode(int type, const uint8_t *b, ggml_decoded *to) {
           numbers[64 * c + 32 + i] = low[32 * c + i] >> 4;
         }
       if (type == Q5_K)
-        for (int i = 0; i < 256; i++) numbers[i] |= (uint8_t)((high[i % 32] >> (i / 32) & 1) << 4);
+        for (int c = 0; c < 8; c++)
+          for (int i = 0; i < 32; i++) numbers[32 * c + i] |= (uint8_t)((high[i] >> c & 1) << 4);
       break;
     }
     case Q6_K:
-      for (int i = 0; i < 256; i++) {
-        const int half = i / 128, k = i / 32 % 4, l = i % 32;
-        const uint8_t low = b[64 * half + l + 32 * (k & 1)], high = b[128 + 32 * half + l];
-        numbers[i] = (uint8_t)((k < 2 ? low & 15 : low >> 4) | (high >> 2 * k & 3) << 4);
+      for (int c = 0; c < 8; c++) {
+        const uint8_t *low = b + 64 * (c / 4) + 32 * (c % 2), *high = b + 128 + 32 * (c / 4);
+        const int up = 4 * (c / 2 % 2), of_high = 2 * (c % 4);
+        for (int i = 0; i < 32; i++) numbers[32 * c + i] = (uint8_t)((low[i] >> up & 15) | (high[i] >> of_high & 3) << 4);
       }
       memcpy(to->steps, b + 192, 16);
       to->step = two_bytes(b + 208);
       break;
-    case Q3_K: /* numbers less 4 are numbers and 28 less 32 */
-      for (int i = 0; i < 256; i++) {
-        const int half = i / 128, k = i / 32 % 4, l = i % 32;
-        const int two = b[32 + 32 * half + l] >> 2 * k & 3, set = b[l] >> (4 * half + k) & 1;
-        numbers[i] = (uint8_t)(two + 28 + 4 * set);
+    case Q3_K:
+      for (int c = 0; c < 8; c++) {
+        const uint8_t *two = b + 32 + 32 * (c / 4);
+        const int of_two = 2 * (c % 4);
+        for (int i = 0; i < 32; i++) numbers[32 * c + i] = (uint8_t)((two[i] >> of_two & 3) | (b[i] >> c & 1) << 2);
       }
       for (int j = 0; j < 16; j++) {
         const uint8_t *s = b + 96;
@@ -208,7 +214,11 @@ static void ggml_decode(int type, const uint8_t *b, ggml_decoded *to) {
       to->step = two_bytes(b + 108);
       break;
     case Q2_K:
-      for (int i = 0; i < 256; i++) numbers[i] = b[16 + 32 * (i / 128) + i % 32] >> 2 * (i / 32 % 4) & 3;
+      for (int c = 0; c < 8; c++) {
+        const uint8_t *two = b + 16 + 32 * (c / 4);
+        const int of_two = 2 * (c % 4);
+        for (int i = 0; i < 32; i++) numbers[32 * c + i] = two[i] >> of_two & 3;
+      }
       for (int j = 0; j < 16; j++) {
         to->steps[j] = b[j] & 15;
         to->leasts[j] = b[j] >> 4;
@@ -245,7 +255,6 @@ static void ggml_decode(int type, const uint8_t *b, ggml_decoded *to) {
         to->steps[k] = (uint8_t)(int8_t)((low | (high >> 2 * k & 3) << 4) - 32);
         halves_of(b + 8 + 16 * k, numbers + 32 * k);
       }
-      for (int i = 0; i < 256; i++) numbers[i] = (uint8_t)(IQ4_VALUES[numbers[i]] + 128);
       break;
     }
   }
@@ -259,19 +268,31 @@ static void ggml_range(const ggml_decoded *b, ggml_form f, int group, float *sca
   *least = f.by_byte ? lowest * (float)b->leasts[group] : lowest;
 }
 
+/* A number of a matrix of floats in a file. */
+INLINE uint16_t ggml_sixteen_bits(const uint8_t *row, long k) {
+  uint16_t number;
+  memcpy(&number, row + 2 * k, sizeof number);
+  return number;
+}
+
 /* y [count, ins]: rows of a matrix in a file, as the file's numbers stand for. */
 void draftproof_ggml_rows(const uint8_t *from, const int64_t *ids, float *y, long count, long ins, long type) {
   const ggml_type *t = ggml_type_of(type);
   const ggml_form f = ggml_forms[t->form];
   const long size = ins / t->elements * t->bytes;
   ggml_decoded b;
-  for (long i = 0; i < count; i++)
+  for (long i = 0; i < count && f.bits == 16; i++)
+    for (long k = 0; k < ins; k++) {
+      const uint16_t number = ggml_sixteen_bits(from + ids[i] * size, k);
+      y[i * ins + k] = f.is_wide ? bfloat16_value(number) : half_value(number);
+    }
+  for (long i = 0; i < count && f.bits < 16; i++)
     for (long start = 0; start < ins; start += t->elements) {
       ggml_decode(t->type, from + ids[i] * size + start / t->elements * t->bytes, &b);
       for (int k = 0; k < t->elements; k++) {
         float scale, least;
         ggml_range(&b, f, k / f.group, &scale, &least);
-        const uint8_t n = b.numbers[k];
+        const uint8_t n = f.places ? GGML_PLACES[f.places - 1][b.numbers[k]] : b.numbers[k];
         const float number = f.levels ? GGML_LEVELS[f.levels - 1][n] : (float)(n - f.offset);
         y[i * ins + start + k] = scale * number + (f.has_least ? least : 0);
       }
@@ -299,7 +320,9 @@ static void share_repacking(void *given) {
     for (long lane = 0; lane < LANES && block * LANES + lane < r->outs; lane++) {
       const long out = block * LANES + lane;
       const uint8_t *row = r->from + (r->rows ? r->rows[out] : out) * size;
-      for (long start = 0; start < r->ins; start += t->elements, row += t->bytes) {
+      for (long k = 0; k < r->ins && f.bits == 16; k++)
+        ((uint16_t *)(r->to + block * next))[k * LANES + lane] = ggml_sixteen_bits(row, k);
+      for (long start = 0; start < r->ins && f.bits < 16; start += t->elements, row += t->bytes) {
         uint8_t *at = r->to + block * next + start / piece * ggml_piece_size(f);
         uint16_t *halves = (uint16_t *)at + lane;
         ggml_decode(t->type, row, &b);
@@ -319,17 +342,22 @@ static void share_repacking(void *given) {
           if (f.has_least) halves[LANES * (f.groups + first)] = b.least;
         }
         for (long g = 0; g < of_block; g++) {
-          uint8_t *body = at + ggml_steps(f) + (first + g) * ggml_numbers(f) + 4 * lane;
-          uint8_t *higher = body + 8 * f.group;
-          for (int k = 0; k < f.group; k++) {
-            const uint8_t n = b.numbers[g * f.group + k];
-            if (f.bits == 8)
-              body[64 * (k / 4) + k % 4] = n;
-            else
-              body[64 * (k / 8) + k % 4] |= (uint8_t)((n & 15) << 4 * (k / 4 % 2));
-            if (f.bits == 5) higher[k % 4] |= (uint8_t)(n >> 4 << k / 4);
-            if (f.bits == 6) higher[k % 4] |= (uint8_t)(n >> 4 << 2 * (k / 4));
+          uint32_t *body = (uint32_t *)(at + ggml_steps(f) + (first + g) * ggml_numbers(f)) + lane, lower = 0, higher = 0;
+          for (int t = 0; t < f.group / 4; t++) { /* four numbers at once */
+            uint32_t four;
+            memcpy(&four, b.numbers + g * f.group + 4 * t, sizeof four);
+            if (f.bits == 8) {
+              body[LANES * t] = four;
+            } else if (f.bits == 2) {
+              lower |= four << 2 * t;
+            } else {
+              lower = t % 2 ? lower | (four & 0x0f0f0f0f) << 4 : four & 0x0f0f0f0f;
+              if (t % 2) body[LANES * (t / 2)] = lower;
+              higher |= f.bits == 5 ? (four >> 4 & 0x01010101) << t : f.bits == 6 ? (four >> 4 & 0x03030303) << 2 * t : 0;
+            }
           }
+          if (f.bits == 2) *body = lower;
+          if (f.bits == 5 || f.bits == 6) body[2 * f.group] = higher;
         }
       }
     }
@@ -437,9 +465,15 @@ static void ggml_clear_beyond(const ggml_inputs *x, long rows) {
   }
 }
 
-/* Numbers 4 t to 4 t + 3 of a group of each output, from its lines. */
+/* Bits that the numbers of a form need once places are looked up: products of 8 bits are other ones. */
+INLINE int ggml_bits(ggml_form f) { return f.places == 1 ? 8 : f.places == 2 ? 5 : f.bits; }
+
+/* The line of a group that numbers 4 t to 4 t + 3 begin in; and these numbers of each output, from its lines. */
+INLINE long ggml_line(ggml_form f, const int t) { return 64 * (f.bits == 8 ? t : f.bits == 2 ? 0 : t / 2); }
 INLINE units ggml_unit(ggml_form f, units halves, units higher, const int t) {
+  if (f.bits == 2) return quarters(halves, t);
   const units lower = t % 2 ? upper_halves(halves) : lower_halves(halves);
+  if (f.places) return looked_up(GGML_PLACES[f.places - 1], lower);
   if (f.bits == 5) return or_units(lower, chosen_bits(higher, 4 - t, 0x10));
   if (f.bits == 6) return or_units(lower, chosen_bits(higher, 4 - 2 * t, 0x30));
   return lower;
@@ -529,12 +563,50 @@ INLINE void ggml_levels_tile(const ggml_inputs *x, const uint8_t *w, long ins, l
     for (int b = 0; b < blocks; b++) sums[m * blocks + b] = sum[m][b];
 }
 
+/* `ggml_tile` with weights that are floats, and with inputs as they are; inputs take turns among sums. */
+INLINE void ggml_floats_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row, floats *sums, const int rows,
+                             const int blocks, const ggml_form f) {
+  const long next = ggml_block_size(f, ins);
+  const float *inputs[8];
+  floats sum[8][4][GGML_CHAINS];
+#pragma GCC unroll 8
+  for (int m = 0; m < rows; m++) {
+    inputs[m] = x->whole + (row + m) * x->padded;
+    __asm__("" : "+r"(inputs[m])); /* as in ggml_tile */
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++)
+#pragma GCC unroll 2
+      for (int chain = 0; chain < GGML_CHAINS; chain++) sum[m][b][chain] = zeros();
+  }
+  for (long start = 0; start < next / 32; start += 8) {
+    const uint8_t *body = w + 32 * start;
+    const long ahead = ahead_of(w + next - body, (blocks - 1) * next);
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; k++) {
+#pragma GCC unroll 4
+      for (int b = 0; b < blocks; b++) {
+        const uint8_t *at = body + b * next + 32 * k;
+        if (k % 2 == 0) __builtin_prefetch(at + ahead);
+        const floats weights = f.is_wide ? load_bfloat16((const bfloat16 *)at) : load_half(at);
+#pragma GCC unroll 8
+        for (int m = 0; m < rows; m++)
+          sum[m][b][k % GGML_CHAINS] = multiply_add(weights, splat(inputs[m][start + k]), sum[m][b][k % GGML_CHAINS]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++)
+      sums[m * blocks + b] = GGML_CHAINS > 1 ? add(sum[m][b][0], sum[m][b][GGML_CHAINS - 1]) : sum[m][b][0];
+}
+
 /* Outputs of some rows of inputs and some neighbouring blocks of 16 outputs: sums [rows, blocks]. */
 INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row, floats *sums, const int rows,
                       const int blocks, const ggml_form f) {
   const long next = ggml_block_size(f, ins), pieces = next / ggml_piece_size(f);
   const long halves = f.group < GGML_GROUP ? 2 : 1;
-  const int offset = f.bits < 8 ? f.offset : f.offset - (f.is_whole ? WHOLE_BYTE_OFFSET : BYTE_OFFSET);
+  const int bits = ggml_bits(f), offset = bits < 8 ? f.offset : f.offset - (f.is_whole ? WHOLE_BYTE_OFFSET : BYTE_OFFSET);
   floats sum[8][4];
 #pragma GCC unroll 8
   for (int m = 0; m < rows; m++)
@@ -580,22 +652,22 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
         }
 #pragma GCC unroll 8
       for (int t = 0; t < f.group / 4; t++) {
-        const long line = 64 * (f.bits == 8 ? t : t / 2);
+        const long line = ggml_line(f, t);
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; b++) {
           const units taken = load_units(body + b * next + line);
-          if (f.bits == 8 || t % 2 == 0) __builtin_prefetch(body + b * next + line + ahead);
+          if (t == 0 || line != ggml_line(f, t - 1)) __builtin_prefetch(body + b * next + line + ahead);
           const units weights = f.bits == 8 ? taken : ggml_unit(f, taken, higher[b], t);
 #pragma GCC unroll 8
           for (int m = 0; m < rows; m++) {
             const units input = splat_unit(inputs[m] + 4 * t);
-            if (f.bits == 8) {
+            if (bits == 8) {
               total[m][b] = f.is_whole ? add_whole_byte_dot(total[m][b], weights, input) /* inputs of a row may be -128 */
                                        : add_byte_dot(total[m][b], weights, input);
               continue;
             }
             dots[m][b] = add_dot(dots[m][b], weights, input);
-            if ((t + 1) % steps_of_halves(f.bits) == 0 || t == f.group / 4 - 1) {
+            if ((t + 1) % steps_of_halves(bits) == 0 || t == f.group / 4 - 1) {
               total[m][b] = closed_dots(total[m][b], dots[m][b]);
               dots[m][b] = opened_dots(total[m][b]);
             }
@@ -625,7 +697,9 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
 typedef void (*ggml_tile_fn)(const ggml_inputs *, const uint8_t *, long, long, floats *);
 #define TILE(form, rows, blocks)                                                                                          \
   static void ggml_tile_##form##_##rows##_##blocks(const ggml_inputs *x, const uint8_t *w, long ins, long row, floats *sums) { \
-    if (ggml_forms[form].levels)                                                                                          \
+    if (ggml_forms[form].bits == 16)                                                                                      \
+      ggml_floats_tile(x, w, ins, row, sums, rows, blocks, ggml_forms[form]);                                             \
+    else if (ggml_forms[form].levels)                                                                                     \
       ggml_levels_tile(x, w, ins, row, sums, rows, blocks, ggml_forms[form]);                                             \
     else                                                                                                                  \
       ggml_tile(x, w, ins, row, sums, rows, blocks, ggml_forms[form]);                                                    \

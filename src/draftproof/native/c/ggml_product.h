@@ -89,7 +89,7 @@ static void NAME(ggml_blocks)(const NAME(ggml_product) * p, int segment, long ou
   const long next = ggml_block_size(ggml_forms[form], p->ins);
   floats sums[8 * 4];
 #ifdef WITH_AMX
-  if (!ggml_forms[form].levels && last - row >= OPENED_LEAST) {
+  if (p->inputs.kind != AS_FLOATS && last - row >= OPENED_LEAST) {
     NAME(ggml_opened_blocks)(p, segment, out, block, stop, row, last);
     return;
   }

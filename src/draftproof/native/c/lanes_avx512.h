@@ -138,6 +138,10 @@ INLINE units paired_bfloat16(floats a, floats b) {
 INLINE units lower_halves(units v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 INLINE units less_in_bytes(units v, uint8_t less) { return _mm512_sub_epi8(v, _mm512_set1_epi8((char)less)); }
 INLINE units upper_halves(units v) { return lower_halves(_mm512_srli_epi32(v, 4)); }
+/* Of sixteen bytes the one whose place each byte is. */
+INLINE units looked_up(const uint8_t *table, units places) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)), places);
+}
 /* A quarter of each byte, 0 being the lowest. */
 INLINE units quarters(units v, const int number) {
   return _mm512_and_si512(_mm512_srli_epi32(v, 2 * number), _mm512_set1_epi8(3));

@@ -391,6 +391,22 @@ INLINE units upper_halves(units v) {
 #endif
   return v;
 }
+/* Of sixteen bytes the one whose place each byte is. */
+INLINE units looked_up(const uint8_t *table, units places) {
+#if defined(WITH_AVX2)
+  const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+  EACH_PART places.p[i] = (bits_part)_mm256_shuffle_epi8(both, (__m256i)places.p[i]);
+#elif defined(WITH_NEON)
+  const uint8x16_t all = vld1q_u8(table);
+  EACH_PART places.p[i] = (bits_part)vqtbl1q_u8(all, (uint8x16_t)places.p[i]);
+#else
+  uint8_t bytes[sizeof places];
+  memcpy(bytes, &places, sizeof places);
+  for (unsigned i = 0; i < sizeof places; i++) bytes[i] = table[bytes[i]];
+  memcpy(&places, bytes, sizeof places);
+#endif
+  return places;
+}
 /* A quarter of each byte, 0 being the lowest. */
 INLINE units quarters(units v, const int number) {
   EACH_PART v.p[i] = (v.p[i] >> (2 * number)) & 0x03030303u;

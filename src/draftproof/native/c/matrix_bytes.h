@@ -31,7 +31,7 @@ INLINE void ggml_open(const uint8_t *w, long pieces, ggml_opened *to, const ggml
       const units higher = f.bits == 5 || f.bits == 6 ? load_units(body + 8 * f.group) : no_units();
 #pragma GCC unroll 8
       for (int t = 0; t < f.group / 4; t++, numbers += 64) {
-        const units taken = load_units(body + 64 * (f.bits == 8 ? t : t / 2));
+        const units taken = load_units(body + ggml_line(f, t));
         const units weights = f.bits == 8 ? taken : ggml_unit(f, taken, higher, t);
         store_units(numbers, f.offset ? less_in_bytes(weights, (uint8_t)f.offset) : weights);
       }

@@ -15,10 +15,9 @@ from torch import Tensor
 from draftproof import models
 from draftproof.backends import base as backends
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.lean.checkpoint import weight_files
 from draftproof.errors import UserError, reason
 from draftproof.files import read_object
-from draftproof.models.found import is_file_name
+from draftproof.models.found import is_file_name, weight_files
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ALGORITHM = "speculators_model_type"

@@ -11,6 +11,7 @@ import torch
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.base import Passes
 from draftproof.backends.heads.published.files import HeadFiles, cast
+from draftproof.backends.heads.published.rounding import rounded_layer, rounded_product
 from draftproof.backends.lean.layers import Layer, Norm
 from draftproof.backends.lean.rotary import Rope
 from draftproof.backends.lean.traits import ROPES
@@ -85,19 +86,16 @@ def make_layer(
             setattr(attention, name, raw_norm(files, shape, f"{at}self_attn.{name}", target, shape.head_dim))
     after = raw_norm(files, shape, f"{at}post_attention_layernorm", target)
     before = raw_norm(files, shape, f"{at}input_layernorm", target) if first else after
-    return Layer(
-        SimpleNamespace(
-            input_layernorm=before,
-            post_attention_layernorm=after,
-            self_attn=attention,
-            mlp=SimpleNamespace(
-                **{name: linear(f"mlp.{name}", inner, size) for name in _MLP[:2]},
-                down_proj=linear("mlp.down_proj", size, inner),
-            ),
+    parts = SimpleNamespace(
+        input_layernorm=before,
+        post_attention_layernorm=after,
+        self_attn=attention,
+        mlp=SimpleNamespace(
+            **{name: linear(f"mlp.{name}", inner, size) for name in _MLP[:2]},
+            down_proj=linear("mlp.down_proj", size, inner),
         ),
-        number,
-        kind_of(shape.windows[number]),
     )
+    return rounded_layer(Layer(parts, number, kind_of(shape.windows[number])))
 
 
 def make_layers(
@@ -111,7 +109,7 @@ def make_layers(
 def make_product(files: HeadFiles, name: str, outs: int, ins: int, target: SlotBackend) -> PackedLinear:
     """A linear layer, with a bias where the head has one."""
     weight, bias = files.take(f"{name}.weight", [outs, ins]), files.optional(f"{name}.bias", [outs])
-    return PackedLinear(cast(weight, target), None if bias is None else cast(bias, target))
+    return rounded_product(PackedLinear(cast(weight, target), None if bias is None else cast(bias, target)))
 
 
 def raw_norm(

@@ -17,6 +17,7 @@ from torch.nn.functional import silu
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.published.files import WEIGHTS, HeadFiles, cast, read_head, refuse_other_target
 from draftproof.backends.heads.published.parallel import ParallelHeadBackend, ParallelLogits, ParallelSession
+from draftproof.backends.heads.published.rounding import rounded_product
 from draftproof.backends.products.packed_linear import PackedLinear
 
 _FILES = ("medusa_lm_head.safetensors", WEIGHTS)
@@ -50,9 +51,11 @@ class _Head:
     def __init__(self, files: HeadFiles, at: str, depth: int, width: int, target: SlotBackend) -> None:
         linears = [f"{at}{number}.linear" for number in range(depth)]
         self._blocks = [
-            PackedLinear(
-                cast(files.take(f"{name}.weight", [width, width]), target),
-                cast(files.take(f"{name}.bias", [width]), target),
+            rounded_product(
+                PackedLinear(
+                    cast(files.take(f"{name}.weight", [width, width]), target),
+                    cast(files.take(f"{name}.bias", [width]), target),
+                )
             )
             for name in linears
         ]
@@ -62,7 +65,7 @@ class _Head:
                 f"is for a vocabulary of {weight.shape[0]} tokens, and {target.name} has "
                 f"{target.vocab_size}: take heads that were made for this target"
             )
-        self._output = PackedLinear(cast(weight, target))
+        self._output = rounded_product(PackedLinear(cast(weight, target)), output=True)
 
     def __call__(self, x: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows vocab"]:
         for block in self._blocks:

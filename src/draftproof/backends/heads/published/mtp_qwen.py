@@ -19,8 +19,8 @@ from torch import nn
 
 from draftproof.backends.heads.published.files import HeadFiles
 from draftproof.backends.hf.truncate import shallow
-from draftproof.backends.lean.checkpoint import weight_files
 from draftproof.errors import UserError, reason
+from draftproof.models.found import weight_files
 
 TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _FULL = "full_attention"

@@ -1,0 +1,69 @@
+"""Published heads with weights of few bits: what is drafted from is what was rounded, so drafts stay lossless."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from draftproof.backends.lean.layers import Layer
+from draftproof.backends.products.packed_linear import PackedLinear
+from draftproof.errors import UserError
+
+
+@dataclass
+class _Rounding:
+    """How a head that is being read is rounded; `count` are its products so far."""
+
+    name: str
+    bits: int
+    count: int = 0
+
+    def require(self, product: PackedLinear) -> None:
+        """Refuse a product that has no quantized form."""
+        self.count += 1
+        if (why := product.why_not_quantized(self.bits)) is not None:
+            raise UserError(f"{self.name} cannot be rounded to {self.bits} bits: {why}; leave out draft_dtype")
+
+
+_ROUNDING: ContextVar[_Rounding | None] = ContextVar("_ROUNDING", default=None)
+
+
+@contextmanager
+def rounded_head(name: str, bits: int | None) -> Iterator[None]:
+    """Linear layers of a head that is read meanwhile have so many bits; None leaves them.
+
+    Raises:
+        UserError: it has none that can be rounded.
+    """
+    if bits is None:
+        yield
+        return
+    rounding = _Rounding(name, bits)
+    token = _ROUNDING.set(rounding)
+    try:
+        yield
+    finally:
+        _ROUNDING.reset(token)
+    if not rounding.count:
+        raise UserError(f"{name} cannot be rounded to {bits} bits: its layers are the target's; leave out draft_dtype")
+
+
+def rounded_product(product: PackedLinear, *, output: bool = False) -> PackedLinear:
+    """A linear layer of a head as it is read now; of an output layer the largest outputs are whole."""
+    rounding = _ROUNDING.get()
+    if rounding is None:
+        return product
+    rounding.require(product)
+    return product.quantized_output(rounding.bits) if output else product.quantized(rounding.bits)
+
+
+def rounded_layer(layer: Layer) -> Layer:
+    """A layer of a head, likewise."""
+    rounding = _ROUNDING.get()
+    if rounding is None:
+        return layer
+    for product in layer.products.values():
+        rounding.require(product)
+    return layer.quantized(rounding.bits)

@@ -1,0 +1,98 @@
+"""Published heads whose weights are rounded to few bits: other drafts, and the target's distribution all the same."""
+
+import pytest
+import torch
+
+from draftproof import Engine, SamplingParams, UserError
+from draftproof.backends.base import Feed
+from draftproof.backends.heads.published.rounding import rounded_head
+from draftproof.backends.hf.backend import HFBackend
+from draftproof.backends.products.packed_linear import PackedLinear
+from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.native.tensors import Quantized
+from support.helpers import assert_output_distribution, tiny_llama
+from support.published import IDS, WRITERS, tiny_target
+
+
+def first_row(target, drafter):
+    """The distribution from which the first token of a draft is drawn."""
+    owner = target.open()
+    target.forward([Feed(owner, IDS[:6])])
+    session = drafter.model.backend.follow(owner)
+    return drafter.model.backend.forward([Feed(session, IDS[1:7])])[0].logits[-1]
+
+
+@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", WRITERS)
+def test_exact_output_distribution(tmp_path, name, bits):
+    target = HFBackend(tiny_llama().model.float(), name="tiny")  # native products have no float64
+    folder = WRITERS[name](tmp_path / "head", target, ids=[0, 2])
+
+    def drafter():
+        return make_drafter(f"{name}:{folder}", target=target, draft=None, stopper="fixed:2", bits=bits)
+
+    assert_output_distribution(target, drafter, "block", length=3, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_texts_and_what_is_rounded(tmp_path, name, monkeypatch):
+    """Drafts are other ones than those of the whole head, and nothing of the text changes."""
+    target, made = tiny_target(), {8: [], None: []}
+    folder, params = WRITERS[name](tmp_path / "head", target), SamplingParams(max_tokens=20, temperature=0)
+    plain = Engine(target).generate([IDS[:5], IDS[3:9]], params)
+    quantized = PackedLinear.quantized
+
+    def counted(self, bits, *args, **kwargs):
+        made[8].append(quantized(self, bits, *args, **kwargs))
+        return made[8][-1]
+
+    monkeypatch.setattr(PackedLinear, "quantized", counted)
+    for bits in (8, None):
+        before = len(made[8])
+        drafter = make_drafter(f"{name}:{folder}", target=target, draft=None, stopper="fixed:3", bits=bits)
+        assert (len(made[8]) > before) is (bits == 8)
+        outs = Engine(target, drafter, make_verifier("block")).generate([IDS[:5], IDS[3:9]], params)
+        assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+        assert all(out.stats.num_draft_tokens for out in outs)
+    assert all(isinstance(each.weight, Quantized) and each.weight.bits == 8 for each in made[8])
+
+
+def test_rows_are_near_those_of_the_whole_head(tmp_path):
+    target = tiny_target()
+    folder = WRITERS["eagle3"](tmp_path / "head", target)
+    made = [
+        make_drafter(f"eagle3:{folder}", target=target, draft=None, stopper="fixed:3", bits=bits)
+        for bits in (None, 8, 4)
+    ]
+    whole, eight, four = (first_row(target, drafter) for drafter in made)
+    assert 0 < (eight - whole).norm() < 0.1 * whole.norm()
+    assert (eight - whole).norm() < (four - whole).norm()
+
+
+def test_a_head_that_would_stay_whole_is_refused():
+    why = "the head x cannot be rounded to 8 bits: its layers are the target's"
+    with pytest.raises(UserError, match=why), rounded_head("the head x", 8):
+        pass
+    with rounded_head("the head x", None):
+        pass
+
+
+def test_without_native_operations_it_is_refused(tmp_path, monkeypatch):
+    target = tiny_target()
+    folder = WRITERS["eagle3"](tmp_path / "head", target)
+    monkeypatch.setenv("DRAFTPROOF_NATIVE", "0")
+    monkeypatch.setattr("draftproof.native.operations_for", lambda _: None)
+    with pytest.raises(UserError, match=r"the head .* cannot be rounded to 8 bits: its products are not native"):
+        make_drafter(f"eagle3:{folder}", target=target, draft=None, stopper="fixed:3", bits=8)
+
+
+def test_what_was_rounded_ends_with_the_head(tmp_path):
+    """Negative control: a head that is read afterwards is whole."""
+    target = tiny_target()
+    folder = WRITERS["eagle3"](tmp_path / "head", target)
+    rows = [
+        first_row(target, make_drafter(f"eagle3:{folder}", target=target, draft=None, stopper="fixed:3", bits=bits))
+        for bits in (None, 8, None)
+    ]
+    assert torch.equal(rows[0], rows[2])
+    assert not torch.equal(rows[0], rows[1])
