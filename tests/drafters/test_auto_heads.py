@@ -17,7 +17,7 @@ from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.integrations.transformers import speculative
 from draftproof.stoppers.base import AcceptanceRates
-from draftproof.stoppers.costs import PassCosts
+from draftproof.stoppers.costs import DraftCosts
 from support import published
 from support.helpers import assert_output_distribution, embedded_model, tiny_llama
 from support.published import WRITERS
@@ -68,7 +68,7 @@ def test_the_distribution_with_a_head_a_lookup_and_nothing_in_turns(name, rule, 
         drawn = make_drafter(spec, target=target, draft=None, stopper=f"auto:{cost}")
         drawn.stopper.limit, drawn.stopper.assumed = 1, AcceptanceRates(rate, rate)
         lookup = SuffixDrafter(2, threshold=0.0, shared=False)
-        drafter = AutoDrafter([CandidateDrafter(spec, drawn.stopper, iter([drawn]))], lookup, PassCosts(0.05))
+        drafter = AutoDrafter([CandidateDrafter(spec, drawn.stopper, iter([drawn]))], lookup, DraftCosts(0.05))
         spent = drafter.spent
 
         def noting(time):

@@ -89,12 +89,12 @@ class LeanForward(SlotBackend):
         length = lean.traits.length
         self._switch = FactorSwitch(lambda: length) if length else None
 
+    @override
     def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
-        """See `SlotBackend.forward`; a model with two sets of rotary factors reads with those of each length."""
         run = partial(super().forward, hidden=hidden)
         if self._switch is None:
             return run(feeds)
-        with self._cache.lock:
+        with self._cache.lock:  # feeds of each length have rotary factors of their own
             return self._switch.forward(feeds, run, self.open)
 
     @property
@@ -109,7 +109,7 @@ class LeanForward(SlotBackend):
 
     @property
     def own_threads(self) -> bool:
-        """See `base.own_threads`."""
+        """Whether its products run on the C library's threads."""
         return self.lean.is_native
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:

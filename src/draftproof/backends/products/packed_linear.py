@@ -442,8 +442,8 @@ class StoredProduct(PackedLinear):
         self._multiply = functools.partial(_multiplied, operations, self._inputs)
         self.weight = GGMLWeight.joined([repacked(each) for each in matrices])
 
-    def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:  # noqa: ARG002 - of PackedLinear
-        """See `PackedLinear`."""
+    @override
+    def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:
         if all(each.type in SIXTEEN_BITS for each in self.weight.segments):
             return f"its weights stay as the file has them ({', '.join(self._types)})"
         return f"its weights have few bits already ({', '.join(self._types)})"
@@ -480,12 +480,12 @@ class SplitProduct(PackedLinear):
         self._latest = None
         self._multiply = self._split
 
+    @override
     def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:
-        """See `Product`."""
         return next(filter(None, (each.why_not_quantized(bits, group) for each in self.products)), "it is in parts")
 
+    @override
     def dense(self) -> Float[Tensor, "out in"]:
-        """See `Product`."""
         return torch.cat([each.dense() for each in self.products])
 
     def _split(self, x: Tensor, _: object, __: object, onto: Tensor | None = None) -> Tensor:
