@@ -575,8 +575,8 @@ def test_the_command(engine, tmp_path, monkeypatch):
 def test_mistakes_on_the_command_line():
     runner = CliRunner()
     for arguments, text in (
-        (["http://x"], "give either"),
-        (["http://x", "--target", "a", "--reference-url", "http://y"], "give either"),
+        (["http://x"], "expected --target"),
+        (["http://x", "--target", "a", "--reference-url", "http://y"], "expected --target"),
         (["x", "--target", TARGET], "expected an address"),
         (["http://x", "--target", TARGET, "--check", "nothing"], "check: expected one of plain"),
     ):

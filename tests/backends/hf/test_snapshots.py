@@ -133,7 +133,7 @@ def test_padding_that_reaches_a_state_is_seen(name, monkeypatch):
             return every
         cuts = tuple(range(1, width + 1)) if self.stepwise else (width,)
         sessions = [feed.session.state for feed in feeds]
-        return [mixers_module.Group(list(range(len(feeds))), cuts, None, sessions)]
+        return [mixers_module.RowGroup(list(range(len(feeds))), cuts, None, sessions)]
 
     target, groups = by_modules(name), SnapshotBackend._groups  # its check would see the change
     monkeypatch.setattr(SnapshotBackend, "_groups", one_group)

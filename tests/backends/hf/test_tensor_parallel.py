@@ -66,7 +66,7 @@ def test_two_processes_write_what_one_writes(divided, alone, name):
 
 
 def test_the_target_was_divided(divided, alone):
-    assert {divided[f"{name}, kind"] for name in FAMILIES} == {"ParallelBackend"}
+    assert {divided[f"{name}, kind"] for name in FAMILIES} == {"TensorParallelBackend"}
     assert {alone[f"{name}, kind"] for name in FAMILIES} == {"HFBackend"}
 
 
