@@ -318,31 +318,36 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def test_who_uses_kernels(monkeypatch):
-    expected = {"auto": choose.Way.COMPARED, "": choose.Way.COMPARED, "0": choose.Way.TORCH, "1": choose.Way.KERNEL}
+    expected = {
+        "auto": choose.Implementation.COMPARED,
+        "": choose.Implementation.COMPARED,
+        "0": choose.Implementation.TORCH,
+        "1": choose.Implementation.KERNEL,
+    }
     for value, by in expected.items():
         monkeypatch.setenv(choose.VARIABLE, value)
-        assert choose.way(CUDA) is by
-        assert choose.way(CPU) is choose.Way.TORCH
+        assert choose.implementation(CUDA) is by
+        assert choose.implementation(CPU) is choose.Implementation.TORCH
     monkeypatch.setenv(choose.VARIABLE, "yes")
     with pytest.raises(UserError, match="expected one of auto, 0, 1, interpret, got 'yes'"):
-        choose.way(CPU)
+        choose.implementation(CPU)
 
 
 def test_the_interpreter_must_be_asked_for_in_time(monkeypatch):
     monkeypatch.setenv(choose.VARIABLE, "interpret")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(UserError, match="set TRITON_INTERPRET=1 before the start"):
-        choose.way(CPU)
+        choose.implementation(CPU)
 
 
 def test_without_triton(monkeypatch):
     monkeypatch.setattr(choose, "installed", lambda: False)
     monkeypatch.setenv(choose.VARIABLE, "auto")
-    assert choose.way(CUDA) is choose.Way.TORCH
+    assert choose.implementation(CUDA) is choose.Implementation.TORCH
     for value in ("1", "interpret"):
         monkeypatch.setenv(choose.VARIABLE, value)
         with pytest.raises(UserError, match="Triton is not installed"):
-            choose.way(CUDA)
+            choose.implementation(CUDA)
 
 
 @choose.fused("draw")
@@ -367,7 +372,7 @@ def test_the_first_use_is_compared(kernel, said, monkeypatch):
         calls.append(rows)
         return kernel(rows)
 
-    monkeypatch.setattr(choose, "way", lambda _: choose.Way.COMPARED)
+    monkeypatch.setattr(choose, "implementation", lambda _: choose.Implementation.COMPARED)
     monkeypatch.setattr(choose, "_kernel", lambda *_: counted)
     assert fresh(torch.ones(0)).shape == (0,)
     with warnings.catch_warnings(record=True) as seen:
