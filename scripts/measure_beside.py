@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import common
 import httpx
-from measure_gguf import ON_MODULES, SHAPES, SPINNING, TOKENS, Worker, ids_of, speeds, write_shape
+from measure_gguf import ON_MODULES, PROMPTS, SHAPES, SPINNING, TOKENS, Worker, ids_of, speeds, write_shape
 from measure_servers import free_port, started
 
 from draftproof.bench import worker
@@ -39,7 +39,7 @@ from draftproof.training.responses import instruction_ids
 NOTHING, REPEATS, MODEL = "nothing", "repeated passages", "a draft model"
 SETS, EACH = {"questions": "mt-bench", "copying": "copying"}, 2  # prompts of a turn
 OURS = "ours"
-CONTEXT = 2048
+CONTEXT = 2304
 
 
 class Measured(Protocol):
@@ -244,13 +244,16 @@ def cells(row: Mapping[str, Any], parts: Sequence[str]) -> list[str]:
 
 def page(rows: Sequence[Mapping[str, Any]], options: Any, facts: dict[str, Any]) -> Results:
     """The results as a page."""
-    plain, parts = [row for row in rows if row["drafts"] == NOTHING], ("prompt 128", "prompt 896", "after it")
+    plain, parts = (
+        [row for row in rows if row["drafts"] == NOTHING],
+        (*(f"prompt {size}" for size in PROMPTS), "after it"),
+    )
     texts = [row for row in rows if row["texts"]]
     lines = [
         f"Tokens a second, median of {options.repeats} turns [least, greatest]; nothing is drafted:",
         "",
         *table(
-            ["file", "engine", "prompt 128 tokens", "prompt 896 tokens", "after the prompt"],
+            ["file", "engine", *(f"prompt {size} tokens" for size in PROMPTS), "after the prompt"],
             [[row["file"], row["engine"], *cells(row, parts)] for row in plain],
         ),
         "",

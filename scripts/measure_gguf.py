@@ -55,7 +55,7 @@ SHAPES = {
 }
 ON_MODULES = ("lfm2-1.2b", "qwen3.5-0.8b", "gemma4-e2b")
 VOCAB = 151936
-ROWS, PROMPTS, TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12), (128, 896), 64
+ROWS, PROMPTS, TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12), (128, 2048), 64
 Q5_0, Q8_0, Q4_K, Q5_K, Q6_K = 6, 8, 12, 13, 14
 
 
@@ -341,10 +341,12 @@ class Counting(Mixture):
 
 
 def experts_read(lean: Lean, run: Callable[[], object]) -> tuple[float, float]:
-    """Experts of a layer that a pass reads, on the mean, and bytes that it reads in all."""
+    """Experts of a layer that a pass reads, on the mean, and bytes of weights that it reads in all."""
     whole, mixtures = lean.run_layers, [layer.mixture for layer in lean.layers if layer.mixture is not None]
+    rest = [lean.head, *(product for layer in lean.layers for product in layer.products.values())]
+    dense = sum(product.weight.nbytes for product in rest)
     if len(mixtures) < len(lean.layers):
-        return 0.0, 0.0
+        return 0.0, float(dense if not mixtures else 0)
     counting = [Counting(mixture) for mixture in mixtures]
 
     def one_by_one(x: torch.Tensor, at: Any, masks: Any) -> torch.Tensor:
@@ -357,9 +359,19 @@ def experts_read(lean: Lean, run: Callable[[], object]) -> tuple[float, float]:
     lean.run_layers = one_by_one
     run()
     lean.run_layers = whole
-    rest = [lean.head, *(product for layer in lean.layers for product in layer.products.values())]
-    read = sum(product.weight.nbytes for product in rest) + sum(each.read for each in counting)
+    read = dense + sum(each.read for each in counting)
     return sum(each.found for each in counting) / len(counting), read
+
+
+def reading() -> float:
+    """Bytes a second that all threads read of numbers in memory, the best of five times."""
+    numbers = torch.ones(128 << 20)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        numbers.sum()
+        times.append(time.perf_counter() - start)
+    return numbers.nbytes / min(times)
 
 
 def serve(path: str) -> None:
@@ -376,6 +388,9 @@ def serve(path: str) -> None:
     print(json.dumps({"load": loaded, "peak": peak}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
+        if "read" in asked:
+            print(json.dumps(reading()), flush=True)
+            continue
         if "rows" in asked:
             tree = TokenTree.chain(torch.tensor(ids_of(asked["rows"])[1:])) if asked["rows"] > 1 else None
             mine = session.fork(128)
@@ -459,6 +474,7 @@ def measure(path: Path, options: Any) -> dict[str, Any]:
         **json.loads(ours.first),
         "bytes": path.stat().st_size,
         "rows": {},
+        "reading": [],
         "ours": [],
         "llama.cpp": [],
     }
@@ -468,6 +484,7 @@ def measure(path: Path, options: Any) -> dict[str, Any]:
         ours.ask(rows=ROWS[-1])  # the other engine was at work
         for rows in ROWS:
             times[rows].append(ours.ask(rows=rows))
+        found["reading"].append(ours.ask(read=True))
         found["ours"].append(speeds(ours.ask))
         if other is not None:
             found["llama.cpp"].append(speeds(other.ask))
@@ -502,9 +519,18 @@ def mixture_lines(rows: dict[str, Any]) -> list[str]:
     )
 
 
+def share(found: dict[str, Any]) -> tuple[str, str]:
+    """GB/s of a pass of one row, and how much that is of reading alone; nothing for what runs on modules."""
+    bytes_read = found["experts"]["1"][1]
+    if not bytes_read:
+        return "", ""
+    speed = bytes_read / found["rows"]["1"] * 1000
+    return f"{speed / 1e9:.1f}", f"{speed / median(found['reading']):.0%}"
+
+
 def page(rows: dict[str, Any], options: Any) -> Results:
     """The results as a page."""
-    parts = ("prompt 128", "prompt 896", "after it")
+    parts = (*(f"prompt {size}" for size in PROMPTS), "after it")
     speed = [
         [name, engine, *(median_and_range([each[part] for each in found[engine]], 1) for part in parts)]
         for name, found in rows.items()
@@ -512,7 +538,12 @@ def page(rows: dict[str, Any], options: Any) -> Results:
         if found[engine]
     ]
     passes = [
-        [name, f"{found['rows']['1']:.1f}", *(f"{found['rows'][str(n)] / found['rows']['1']:.2f}" for n in ROWS[1:])]
+        [
+            name,
+            f"{found['rows']['1']:.1f}",
+            *share(found),
+            *(f"{found['rows'][str(n)] / found['rows']['1']:.2f}" for n in ROWS[1:]),
+        ]
         for name, found in rows.items()
     ]
     memory = [
@@ -526,9 +557,11 @@ def page(rows: dict[str, Any], options: Any) -> Results:
         "",
         *table(heads, speed),
         "",
-        "A pass over several rows, as a multiple of one (context 128):",
+        "A pass over several rows, as a multiple of one (context 128). GB/s: bytes of the weights that a pass of one",
+        "row reads, over its time. Share of reading: of what all threads read when they only add numbers, in the same",
+        "turns.",
         "",
-        *table(["file", "one row, ms", *(f"{n} rows" for n in ROWS[1:])], passes),
+        *table(["file", "one row, ms", "GB/s", "share of reading", *(f"{n} rows" for n in ROWS[1:])], passes),
         "",
         *mixture_lines(rows),
         "Memory, and seconds until a prompt of 128 tokens is read, in a process that has imported the library:",

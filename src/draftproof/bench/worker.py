@@ -21,7 +21,7 @@ from typing import Any
 Request = dict[str, Any]  # "prompts": lists of token ids, "tokens": of each answer, "temperature"
 Generate = Callable[[Request], float]  # seconds for all prompts together
 READY = "ready"
-CONTEXT = 1024  # tokens of a request of llama.cpp
+CONTEXT = 2304  # tokens of a request of llama.cpp
 
 
 def vllm(model: str, dtype: str, batch: int) -> Generate:
