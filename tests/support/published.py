@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -90,15 +91,30 @@ def write(folder, config, tensors):
     return folder
 
 
-def llama_config(size, vocab, layers=1, **more):
+class LayerShape(NamedTuple):
+    """Sizes of a head's layers: attention heads, those of keys, numbers of one, and the inner width."""
+
+    heads: int
+    key_heads: int
+    dim: int
+    inner: int
+
+
+def small(size):
+    """The shape of layers in tests."""
+    return LayerShape(2, 1, size // 2, 2 * size)
+
+
+def llama_config(size, vocab, layers=1, *, shape=None, **more):
     """Fields of a Llama config."""
+    shape = shape or small(size)
     return {
         "model_type": "llama",
         "hidden_size": size,
-        "intermediate_size": 2 * size,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": size // 2,
+        "intermediate_size": shape.inner,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.key_heads,
+        "head_dim": shape.dim,
         "num_hidden_layers": layers,
         "vocab_size": vocab,
         "rms_norm_eps": 1e-5,
@@ -118,9 +134,10 @@ def verified(algorithm, target, architecture="LlamaForCausalLM"):
     }
 
 
-def eagle3(folder, target, *, ids=None, layers=(0, 1, 2), seed=5, original=False, **more):
+def eagle3(folder, target, *, ids=None, layers=(0, 1, 2), seed=5, original=False, shape=None, **more):
     """A random EAGLE-3 head for a target, in `speculators`' layout or SafeAILab's."""
     size, vocab = target.capabilities.hidden, target.vocab_size
+    shape = shape or small(size)
     ids = list(range(vocab)) if ids is None else ids
     at = "midlayer." if original else "layers.0."
     shapes = {
@@ -129,11 +146,11 @@ def eagle3(folder, target, *, ids=None, layers=(0, 1, 2), seed=5, original=False
         "lm_head.weight": (len(ids), size),
         "embed_tokens.weight": (vocab, size),
         **{f"{at}{name}.weight": (size,) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
-        **attention(at, size, 2, 1, size // 2, wide=2),
-        **mlp(at, size, 2 * size),
+        **attention(at, size, *shape[:3], wide=2),
+        **mlp(at, size, shape.inner),
     }
     tensors = {**weights(shapes, seed), **(maps(ids, vocab) if len(ids) < vocab else {})}
-    layer = llama_config(size, vocab)
+    layer = llama_config(size, vocab, shape=shape)
     own = {"draft_vocab_size": len(ids), "eagle_aux_hidden_state_layer_ids": list(layers), **more}
     if original:
         old = {"torch_dtype": "float16", "transformers_version": "4.28.1", "rope_scaling": None, "rope_theta": 10000.0}
@@ -142,9 +159,9 @@ def eagle3(folder, target, *, ids=None, layers=(0, 1, 2), seed=5, original=False
     return write(folder, {**nested, "speculators_config": verified("eagle3", target.name), **own}, tensors)
 
 
-def peagle(folder, target, *, ids=None, layers=(0, 1, 2), seed=6):
+def peagle(folder, target, *, ids=None, layers=(0, 1, 2), seed=6, shape=None):
     """A random P-EAGLE head for a target: an EAGLE-3 head with a mask token and a vector for masked places."""
-    eagle3(folder, target, ids=ids, layers=layers, seed=seed)
+    eagle3(folder, target, ids=ids, layers=layers, seed=seed, shape=shape)
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     config |= {
@@ -156,22 +173,23 @@ def peagle(folder, target, *, ids=None, layers=(0, 1, 2), seed=6):
     return write(folder, config, {**tensors, "mask_hidden": mask})
 
 
-def dflash(folder, target, *, ids=None, layers=(0, 1, 2), seed=9, original=False, block=5, **more):
+def dflash(folder, target, *, ids=None, layers=(0, 1, 2), seed=9, original=False, block=5, shape=None, **more):
     """A random DFlash head for a target, in `speculators`' layout or its authors', with a window in one layer."""
     size, vocab = target.capabilities.hidden, target.vocab_size
+    shape = shape or small(size)
     shapes = {"fc.weight": (size, len(layers) * size), "norm.weight": (size,), "hidden_norm.weight": (size,)}
     for number in range(2):
         at = f"layers.{number}."
         shapes |= {f"{at}{name}.weight": (size,) for name in ("input_layernorm", "post_attention_layernorm")}
-        shapes |= {f"{at}self_attn.{name}.weight": (size // 2,) for name in ("q_norm", "k_norm")}
-        shapes |= {**attention(at, size, 2, 1, size // 2), **mlp(at, size, 2 * size)}
+        shapes |= {f"{at}self_attn.{name}.weight": (shape.dim,) for name in ("q_norm", "k_norm")}
+        shapes |= {**attention(at, size, *shape[:3]), **mlp(at, size, shape.inner)}
     own = {}
     if ids is not None and len(ids) < vocab:
         shapes["lm_head.weight"], own = (len(ids), size), maps(ids, vocab)
     tensors = {**weights(shapes, seed), **own}
     windows = {"use_sliding_window": True, "sliding_window": 3}
     kinds = {"layer_types": ["full_attention", "sliding_attention"]}
-    layer = llama_config(size, vocab, 2, **windows, **kinds) | {"model_type": "qwen3"}
+    layer = llama_config(size, vocab, 2, shape=shape, **windows, **kinds) | {"model_type": "qwen3"}
     drafted = {"draft_vocab_size": len(ids)} if own else {}
     if original:
         nested = {"mask_token_id": 1, "target_layer_ids": [each - 1 for each in layers], **more}
@@ -228,9 +246,10 @@ def dflash2(folder, target, *, ids=None, rank=3, kept=2, group=None, taps=2, ori
     return kindred(folder, target, "dflash2", fields, shapes, seed=seed, **more)
 
 
-def eagle(folder, target, *, seed=7, depth=1, bias=True, **_):
+def eagle(folder, target, *, seed=7, depth=1, bias=True, shape=None, **_):
     """A random EAGLE head for a target, in SafeAILab's layout."""
     size, vocab = target.capabilities.hidden, target.vocab_size
+    shape = shape or small(size)
     shapes = {
         "fc.weight": (size, 2 * size),
         **({"fc.bias": (size,)} if bias else {}),
@@ -240,8 +259,8 @@ def eagle(folder, target, *, seed=7, depth=1, bias=True, **_):
         at = f"layers.{number}."
         norms = ["post_attention_layernorm"] + (["input_layernorm"] if number else [])
         shapes |= {f"{at}{name}.weight": (size,) for name in norms}
-        shapes |= {**attention(at, size, 2, 1, size // 2), **mlp(at, size, 2 * size)}
-    config = {"architectures": ["LlamaForCausalLM"], "bias": bias, **llama_config(size, vocab, depth)}
+        shapes |= {**attention(at, size, *shape[:3]), **mlp(at, size, shape.inner)}
+    config = {"architectures": ["LlamaForCausalLM"], "bias": bias, **llama_config(size, vocab, depth, shape=shape)}
     return write(folder, config, weights(shapes, seed))
 
 
