@@ -415,7 +415,7 @@ def test_what_cannot_be_recorded_is_launched(recorded, monkeypatch, caplog):
 
 def test_measured_passes_wait_for_the_device(device, monkeypatch):
     calls = []
-    monkeypatch.setattr(forward_profile, "finish", calls.append)
+    monkeypatch.setattr(forward_profile, "synchronize", calls.append)
     monkeypatch.setattr(forward_profile, "bandwidth", lambda **_: 1.0)
     monkeypatch.setattr(forward_profile, "run_facts", lambda _: {})
     for module in (loading, forward_profile):
