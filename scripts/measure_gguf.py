@@ -2,6 +2,8 @@
 
     python scripts/measure_gguf.py [FILE ...] [--shape 1.5b ...] [--repeats 5] [--python OTHER] [--out OUT]
 
+With --python, the environment variable LLAMA_SERVER may name a program of llama.cpp that was built for this processor.
+
 A shape is written with random blocks of the types that stand in a Q4_K_M file: what a pass costs does not depend on
 what weights say, but for mixtures, whose tokens choose experts by chance here. Tokens a second after the prompt are
 those of 64 tokens less those of one, with the same prompt.
@@ -528,6 +530,12 @@ def share(found: dict[str, Any]) -> tuple[str, str]:
     return f"{speed / 1e9:.1f}", f"{speed / median(found['reading']):.0%}"
 
 
+def other_engine() -> str:
+    """Which llama.cpp the worker starts."""
+    program = os.environ.get("LLAMA_SERVER")
+    return "its own server, built for this processor" if program else "that of the package xllamacpp"
+
+
 def page(rows: dict[str, Any], options: Any) -> Results:
     """The results as a page."""
     parts = (*(f"prompt {size}" for size in PROMPTS), "after it")
@@ -553,7 +561,7 @@ def page(rows: dict[str, Any], options: Any) -> Results:
     heads = ["file", "engine", *(f"{part} tokens" if "prompt" in part else "after the prompt" for part in parts)]
     lines = [
         f"Tokens a second, median of {options.repeats} turns [least, greatest], {torch.get_num_threads()} threads;",
-        "nothing is drafted:",
+        f"nothing is drafted. llama.cpp is {other_engine()}:",
         "",
         *table(heads, speed),
         "",
@@ -584,15 +592,16 @@ def main() -> None:
     options = parser.parse_args()
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in options.shape:
-            path = Path(folder) / f"{name}.gguf"
-            write_shape(path, name)
-            common.say(options, "measuring", name)
-            rows[f"random {name}, Q4_K_M's types"] = measure(path, options)
-            path.unlink()
-        for path in options.files:
-            common.say(options, "measuring", path.name)
-            rows[path.name] = measure(path, options)
+        for each in (*options.shape, *options.files):
+            if isinstance(each, Path):
+                path, title = each, each.name
+            else:
+                path, title = Path(folder) / "shape.gguf", f"random {each}, Q4_K_M's types"
+                write_shape(path, each)
+            common.say(options, "measuring", title)
+            rows[title] = measure(path, options)
+            if options.out is not None:  # after each file: the next one may be interrupted
+                page(rows, options).write(options.out)
     common.deliver(options, page(rows, options))
 
 

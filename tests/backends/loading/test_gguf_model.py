@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import math
+import subprocess
+import sys
 from contextlib import contextmanager
 from functools import partial
 
@@ -613,3 +615,18 @@ def test_its_memory_is_counted_as_packed(written):
     found = tensor_memory(backend.lean.layers)
     weights = [getattr(layer, name).weight for layer in backend.lean.layers for name in PRODUCTS]
     assert sum(found.nbytes[key] for key in found.packed) == sum(weight.nbytes for weight in weights)
+
+
+def test_a_process_that_reads_a_file_needs_no_transformers(tmp_path):
+    """Its import takes a second of those until the first token."""
+    path = tmp_path / "x.gguf"
+    write_llama(path)
+    code = """
+import sys
+from draftproof import Engine, SamplingParams
+engine = Engine.load(sys.argv[1], drafter="suffix")
+engine.generate(["abc"], SamplingParams(max_tokens=4, temperature=0))
+print("transformers" in sys.modules)
+"""
+    command = [sys.executable, "-c", code, str(path)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == ["False"]

@@ -34,10 +34,12 @@ def base_of(source: str) -> str | None:
         if not (folder / CONFIG).exists() or (folder / "config.json").exists():
             return None
         config = folder / CONFIG
+    elif folder.exists():  # a file: transformers, which takes a second to import, is not asked
+        return None
     else:
         from transformers.utils.peft_utils import find_adapter_config_file
 
-        found = None if folder.exists() else find_adapter_config_file(source)
+        found = find_adapter_config_file(source)
         if found is None:
             return None
         config = Path(found)
