@@ -1,5 +1,6 @@
 """The number of threads follows the machine: simulated machines, and the engine's own rounds."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import draftproof.engine.threads as threads_module
-from draftproof import Engine, SamplingParams
+from draftproof import Engine, SamplingParams, UserError
 from draftproof.engine import loop
 from draftproof.engine.threads import (
     LONGEST_PAUSE,
@@ -21,6 +22,7 @@ from draftproof.engine.threads import (
     omp_set_num_threads,
     release_team,
 )
+from draftproof.native.cores import processors
 from support.native_levels import LEVELS, run_on
 
 pytestmark = pytest.mark.skipif(omp_set_num_threads() is None, reason="torch has another threading runtime here")
@@ -326,3 +328,53 @@ class TestTeams:
         engine.step()
         engine.step()
         assert started(alone, 2) == 2, "the only one that is left has a team again"
+
+
+# --- a number that is named -------------------------------------------------------------------------------------------
+
+NAMED = """
+import json, logging, sys, threading
+import torch
+from draftproof import Engine, SamplingParams
+
+warned = []
+logging.getLogger("draftproof.native.threads").addFilter(lambda record: warned.append(record.getMessage()) or False)
+params = [SamplingParams(temperature=0, max_tokens=24), SamplingParams(seed=3, max_tokens=24)]
+found = []
+for threads in map(int, sys.argv[1:]):
+    for drafter in ("none", "suffix"):
+        engine = Engine.load("embedded:target", drafter=drafter, threads=threads)
+        later = []
+        beside = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        beside.start()
+        beside.join()
+        texts = [out.text for out in engine.generate(["Once upon a time"] * 2, params)]
+        found.append([threads, torch.get_num_threads(), *later, texts, len(warned)])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(processors() < 2, reason="one processor")
+def test_named_threads_compute_and_no_bit_depends_on_them():
+    ran = subprocess.run([sys.executable, "-c", NAMED, "1", "2"], capture_output=True, text=True, check=True)
+    found = json.loads(ran.stdout)
+    assert [each[:3] for each in found] == [[1, 1, 1], [1, 1, 1], [2, 2, 2], [2, 2, 2]]
+    greedy = [texts[0] for *_, texts, _ in found]
+    assert greedy == greedy[:1] * 4
+    assert found[0][3] == found[2][3], "drawn tokens without drafts, too"
+    assert [warned for *_, warned in found] == [0, 0, 1, 1], "another number for the whole process is said once"
+
+
+@pytest.mark.parametrize("number", [0, -1, 1 + processors()])
+def test_numbers_of_threads_that_cannot_run_are_refused(number):
+    before = torch.get_num_threads()
+    with pytest.raises(UserError, match=rf"threads: expected 1 to {processors()}, .* got {number}$"):
+        Engine.load("embedded:target", threads=number)
+    assert torch.get_num_threads() == before
+
+
+def test_the_command_line_has_the_option():
+    command = [sys.executable, "-m", "draftproof", "generate", "a", "--target", "embedded:target", "-t", "0"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("draftproof: error: threads: expected 1 to")

@@ -33,6 +33,7 @@ _HELP = {
     "stopper": f"{STOPPER_HELP}; without it auto.",
     "verifier": f"{VERIFIER_HELP}; without it the drafter's default.",
 }
+_SHORT = {"threads": "-t"}
 _MODELS = tuple(each.name for each in fields(EngineOptions) if each.name not in (*_SPECULATION, "check"))
 
 
@@ -42,7 +43,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     The command gets a dictionary by field. Where a target is divided among processes, it runs in the first of them.
     """
     groups = [
-        Options(of, panel, only=only, help={name: _HELP[name] for name in only if name in _HELP})
+        Options(of, panel, only=only, help={name: _HELP[name] for name in only if name in _HELP}, short=_SHORT)
         for of, panel, only in (
             (_Target, "Models", ("target",)),
             (EngineOptions, "Models", _MODELS),

@@ -28,6 +28,7 @@ from draftproof.engine.registry import (
     make_verifier,
 )
 from draftproof.errors import UserError
+from draftproof.native.threads import use_threads
 from draftproof.sampling import default_params
 from draftproof.verifiers.base import Verifier
 
@@ -115,6 +116,8 @@ class Engine(DecodingLoop):
         named = (options or EngineOptions()).changed(**({} if draft is None else {"draft": draft}), **changes)
         made = named.of_head()
         made.refuse_draft_dtype_alone()
+        if made.threads is not None:
+            use_threads(made.threads)  # weights are read by them, too
         source = load(target, made.of_target())
         small_name = find_draft(source) if named.find_draft and named.draft is None else made.draft
         other = None if small_name is None else load(small_name, made.of_draft(), drafts_for=source)
@@ -149,6 +152,8 @@ class Engine(DecodingLoop):
         """
         named = {} if draft is None else {"draft": draft.name}  # by which a stopper finds the head that ships for it
         made = (options or EngineOptions()).changed(**named, **changes)
+        if made.threads is not None:
+            use_threads(made.threads)
         if made.max_model_len is not None:
             target.use_context(made.max_model_len)
             if draft is not None:

@@ -14,6 +14,7 @@ from draftproof.backends.loading.options import draft_dtype as read_draft_dtype
 from draftproof.engine.memory import read_bytes
 from draftproof.engine.registry import DEFAULT_DRAFTER, make_stopper, make_verifier
 from draftproof.errors import UserError
+from draftproof.native.threads import require_threads
 from draftproof.stoppers.budget import DraftBudget
 from draftproof.verifiers.base import Verifier
 
@@ -73,6 +74,9 @@ class EngineOptions:
         check: compare each model's logits with its own forward pass when it is loaded.
         generation_config: where sampling defaults come from: auto reads the target's generation config, none does not.
         tensor_parallel: processes among which the target is divided, each with a device or a share of the cores.
+        threads: threads that a CPU computes with, of the whole process: all its engines have the number that was named
+            last. Without it one for each core, within a limit of processor time. What is computed by native operations
+            has the same bits with any number.
 
     Raises:
         UserError: a name or value that is none.
@@ -104,11 +108,14 @@ class EngineOptions:
     check: bool = True
     generation_config: str = "auto"
     tensor_parallel: int = 1
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         """Read the names before any model is loaded."""
         if self.generation_config not in ("auto", "none"):
             raise UserError(f"generation_config: expected auto or none, got {self.generation_config!r}")
+        if self.threads is not None:
+            require_threads(self.threads)
         self.of_target()  # refuses other names
         read_bytes(self.kv_memory)
         DraftBudget(self.draft_budget)

@@ -19,7 +19,7 @@ def physical_cores(folder: Path = _PROCESSORS) -> int:
         folder: where Linux describes processors. Those that it does not describe are counted as cores.
     """
     if sys.platform != "linux":
-        return os.cpu_count() or 1
+        return processors()
     cores = set()
     for number in os.sched_getaffinity(0):
         try:
@@ -27,6 +27,13 @@ def physical_cores(folder: Path = _PROCESSORS) -> int:
         except OSError:
             cores.add(str(number))
     return len(cores)
+
+
+def processors() -> int:
+    """The processors that this process may use; a core that runs two threads at once is two of them."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def processor_time(groups: Path = _GROUPS, membership: Path = _MEMBERSHIP) -> float | None:

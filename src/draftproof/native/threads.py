@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from draftproof.errors import UserError
-from draftproof.native.cores import most_threads, processor_time
+from draftproof.native.cores import most_threads, processor_time, processors
 
 VARIABLE = "DRAFTPROOF_THREADS"
 LEGAL = ("auto", "openmp", "pool")
@@ -32,6 +32,7 @@ NUMBER = "OMP_NUM_THREADS"
 _ENTRIES = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
 _PROCESSORS = "omp_get_num_procs"
 _SOFT = 1  # `omp_pause_soft`: give up threads, keep settings
+_CHOSEN: list[int] = []  # the number that an engine asked for last
 _log = logging.getLogger(__name__)
 
 
@@ -57,6 +58,30 @@ def limit_threads() -> None:
     if now < before and not os.environ.get(NUMBER):
         torch.set_num_threads(now)
         _log.info("threads: %d of %d, since processor time is limited to %.3g processors", now, before, time)
+
+
+def require_threads(number: int) -> None:
+    """Refuse a number of threads that this process cannot run at once."""
+    most = processors()
+    if not 1 <= number <= most:
+        raise UserError(f"threads: expected 1 to {most}, the processors that this process may use, got {number}")
+
+
+def use_threads(number: int) -> None:
+    """Compute with so many threads from now on, torch's and the C library's; it holds for the whole process.
+
+    Threads that have computed before keep their own number.
+    """
+    require_threads(number)
+    if _CHOSEN and number not in _CHOSEN:
+        _log.warning(
+            "threads: %d for the whole process, where an engine before asked for %d: name one number for all engines",
+            number,
+            *_CHOSEN,
+        )
+    _CHOSEN[:] = [number]
+    limit_threads()  # first: it would replace a number that it finds
+    torch.set_num_threads(number)
 
 
 def attach_threads(library: ctypes.CDLL) -> None:
