@@ -76,6 +76,18 @@ CONFIGS = {
         block_auto_adjust_ff_dim=False,
         layer_types=["conv", "conv", "full_attention", "conv"],
     ),
+    "lfm2moe": transformers.Lfm2MoeConfig(
+        **_BASE,
+        norm_eps=1e-5,
+        rope_parameters=_ROPE,
+        layer_types=["conv", "conv", "full_attention", "conv"],
+        num_dense_layers=1,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=256,
+        routed_scaling_factor=1.5,
+        tie_word_embeddings=False,
+    ),
     "qwen35": transformers.Qwen3_5TextConfig(**_BASE, **_DELTA, **_PART),
     "qwen35, tied": transformers.Qwen3_5TextConfig(
         **_BASE, **{**_DELTA, "linear_num_key_heads": 4}, **_PART, tie_word_embeddings=True
@@ -412,6 +424,8 @@ def module_model(name, **changes):
     for part, each in model.named_buffers():
         if part.endswith("layer_scalar"):
             each.uniform_(0.7, 1.3, generator=source)
+        elif part.endswith("expert_bias"):
+            each.uniform_(-0.2, 0.2, generator=source)
     return model
 
 
