@@ -76,18 +76,6 @@ CONFIGS = {
         block_auto_adjust_ff_dim=False,
         layer_types=["conv", "conv", "full_attention", "conv"],
     ),
-    "lfm2moe": transformers.Lfm2MoeConfig(
-        **_BASE,
-        norm_eps=1e-5,
-        rope_parameters=_ROPE,
-        layer_types=["conv", "conv", "full_attention", "conv"],
-        num_dense_layers=1,
-        num_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=256,
-        routed_scaling_factor=1.5,
-        tie_word_embeddings=False,
-    ),
     "qwen35": transformers.Qwen3_5TextConfig(**_BASE, **_DELTA, **_PART),
     "qwen35, tied": transformers.Qwen3_5TextConfig(
         **_BASE, **{**_DELTA, "linear_num_key_heads": 4}, **_PART, tie_word_embeddings=True
@@ -127,6 +115,22 @@ CONFIGS = {
     ),
 }
 """Models by the name of their architecture in GGUF, and what is special."""
+
+WITHOUT_FILES = {
+    "lfm2moe": transformers.Lfm2MoeConfig(
+        **_BASE,
+        norm_eps=1e-5,
+        rope_parameters=_ROPE,
+        layer_types=["conv", "conv", "full_attention", "conv"],
+        num_dense_layers=1,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=256,
+        routed_scaling_factor=1.5,
+        tie_word_embeddings=False,
+    ),
+}
+"""Further models, whose files are not read in their own numbers."""
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -406,8 +410,8 @@ def tokens(count):
 
 
 def module_model(name, **changes):
-    """A random model of CONFIGS, all of whose parts count; `changes` of its config."""
-    config = copy.deepcopy(CONFIGS[name])
+    """A random model of CONFIGS or WITHOUT_FILES, all of whose parts count; `changes` of its config."""
+    config = copy.deepcopy((CONFIGS | WITHOUT_FILES)[name])
     for key, value in changes.items():
         setattr(config, key, value)
     model = random_model(config, seed=3)

@@ -111,7 +111,8 @@ def parts_of(block: Any) -> SimpleNamespace:
         ),
     )
     if made.weighed:
-        made.shared_expert, made.shared_expert_gate = block.shared_expert, block.shared_expert_gate
+        made.shared_expert = block.shared_expert
+        made.shared_expert_gate = block.shared_expert_gate
         activation = activation_of(block.shared_expert.act_fn)
         if activation != made.activation:
             raise UnreadError(f"the gates of its shared expert are {activation}, and those of others {made.activation}")
