@@ -339,7 +339,7 @@ class Counting(Mixture):
     @property
     def read(self) -> float:
         """Bytes of their weights."""
-        return sum(each.weight.nbytes for each in self.experts) * self.found / float(self.arguments.experts)
+        return float(sum(each.weight.nbytes for each in self.experts) * self.found / self.arguments.experts)
 
 
 def experts_read(lean: Lean, run: Callable[[], object]) -> tuple[float, float]:

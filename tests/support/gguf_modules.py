@@ -116,6 +116,22 @@ CONFIGS = {
 }
 """Models by the name of their architecture in GGUF, and what is special."""
 
+WITHOUT_FILES = {
+    "lfm2moe": transformers.Lfm2MoeConfig(
+        **_BASE,
+        norm_eps=1e-5,
+        rope_parameters=_ROPE,
+        layer_types=["conv", "conv", "full_attention", "conv"],
+        num_dense_layers=1,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=256,
+        routed_scaling_factor=1.5,
+        tie_word_embeddings=False,
+    ),
+}
+"""Further models, whose files are not read in their own numbers."""
+
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -394,8 +410,8 @@ def tokens(count):
 
 
 def module_model(name, **changes):
-    """A random model of CONFIGS, all of whose parts count; `changes` of its config."""
-    config = copy.deepcopy(CONFIGS[name])
+    """A random model of CONFIGS or WITHOUT_FILES, all of whose parts count; `changes` of its config."""
+    config = copy.deepcopy((CONFIGS | WITHOUT_FILES)[name])
     for key, value in changes.items():
         setattr(config, key, value)
     model = random_model(config, seed=3)
@@ -412,6 +428,8 @@ def module_model(name, **changes):
     for part, each in model.named_buffers():
         if part.endswith("layer_scalar"):
             each.uniform_(0.7, 1.3, generator=source)
+        elif part.endswith("expert_bias"):
+            each.uniform_(-0.2, 0.2, generator=source)
     return model
 
 

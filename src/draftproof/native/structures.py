@@ -209,32 +209,6 @@ class GGMLArguments(ctypes.Structure):
     _fields_: ClassVar = [("count", ctypes.c_int64), ("of", _GGMLSegment * GGML_SEGMENTS)]
 
 
-class MixtureArguments(ctypes.Structure):
-    """The C structure `mixture` of mixture.h: a mixture of experts; it holds addresses."""
-
-    _fields_: ClassVar = [
-        *((name, LinearArguments) for name in ("router", "gate_up", "down")),
-        *((name, LinearArguments) for name in ("shared_router", "shared_gate_up", "shared_down")),
-        *((name, ctypes.c_int64) for name in ("size", "experts", "chosen", "inner", "shared_inner")),
-        *((name, ctypes.c_int64) for name in ("whole", "activation")),
-        ("factor", ctypes.c_float),
-        ("scales", ctypes.c_void_p),
-    ]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """What its working memory depends on."""
-        return self.size, self.experts, self.chosen, self.inner, self.shared_inner
-
-    def work(self, tokens: int) -> int:
-        """Elements of working memory that it needs for some tokens."""
-        pairs, size = tokens * self.chosen, self.size
-        inner = max(pairs * self.inner, tokens * self.shared_inner)
-        numbers = 64 + 52 * pairs  # bytes, which are no fewer elements
-        inputs = ggml_inputs_size(pairs, max(size, self.inner)) + ggml_inputs_size(tokens, max(size, self.shared_inner))
-        return int(tokens * (self.experts + 1 + size) + 3 * inner + pairs * size + numbers + inputs)
-
-
 class InputsArguments(ctypes.Structure):
     """The C structure `inputs` of inputs.h: linear layers that read the same rows; it holds addresses."""
 
@@ -258,6 +232,34 @@ class InputsArguments(ctypes.Structure):
     def work(self, tokens: int, ins: int) -> int:
         """Elements of working memory that they need for some tokens."""
         return int(2 * tokens * sum(self.outs)) + (inputs_size(tokens, ins) if self.rounds else 0)
+
+
+class MixtureArguments(ctypes.Structure):
+    """The C structure `mixture` of mixture.h: a mixture of experts; it holds addresses."""
+
+    _fields_: ClassVar = [
+        *((name, LinearArguments) for name in ("router", "gate_up", "down")),
+        *((name, LinearArguments) for name in ("shared_router", "shared_down")),
+        ("shared_gate_up", InputsArguments),
+        *((name, ctypes.c_int64) for name in ("size", "experts", "chosen", "inner", "shared_inner")),
+        *((name, ctypes.c_int64) for name in ("whole", "activation", "sigmoid")),
+        *((name, ctypes.c_float) for name in ("factor", "least")),
+        *((name, ctypes.c_void_p) for name in ("scales", "biases")),
+    ]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What its working memory depends on."""
+        return self.size, self.experts, self.chosen, self.inner, self.shared_inner, *self.shared_gate_up.sizes
+
+    def work(self, tokens: int) -> int:
+        """Elements of working memory that it needs for some tokens."""
+        pairs, size = tokens * self.chosen, self.size
+        inner = max(pairs * self.inner, tokens * self.shared_inner)
+        numbers = 64 + 52 * pairs  # bytes, which are no fewer elements
+        inputs = inputs_size(pairs, max(size, self.inner)) + inputs_size(tokens, max(size, self.shared_inner))
+        inputs += self.shared_gate_up.work(tokens, size)
+        return int(tokens * (self.experts + 1 + size) + 3 * inner + pairs * size + numbers + inputs)
 
 
 class MixerArguments(ctypes.Structure):

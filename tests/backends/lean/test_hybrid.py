@@ -8,26 +8,31 @@ from unittest import mock
 import pytest
 import torch
 
+from draftproof import Engine, SamplingParams
 from draftproof.backends.base import Feed, rounding, unread
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.lean import inputs
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
-from draftproof.native.structures import Sequences
+from draftproof.drafters.ngram import NgramDrafter
+from draftproof.native.structures import LinearArguments, Sequences
 from draftproof.tree import TokenTree
 from support.architectures.check import disturbed
 from support.gguf_modules import module_model
+from support.helpers import engine
 from support.native_levels import needs_native
 from support.recurrent_models import backend as recurrent
 
 pytestmark = needs_native
 IDS = [5, 9, 2, 7, 11, 3, 300, 41, 17, 8, 260, 77, 30, 31, 32]
-READ = ("lfm2", "qwen35", "qwen35, tied", "falcon-h1", "falcon-h1, norm", "granitehybrid")
+MIXTURES = ("lfm2moe", "qwen35moe", "qwen3next", "granitehybrid, experts")
+READ = ("lfm2", "qwen35", "qwen35, tied", "falcon-h1", "falcon-h1, norm", "granitehybrid", *MIXTURES)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 @functools.cache
 def model(name, dtype=torch.float32):
-    return module_model(name).to(dtype)
+    changes = {"tie_word_embeddings": False} if name in MIXTURES else {}  # tied random ones repeat one token
+    return module_model(name, **changes).to(dtype)
 
 
 @functools.cache
@@ -135,7 +140,6 @@ def test_new_weights_are_read():
 
 
 def test_what_is_not_known_is_read_by_transformers_own_modules_and_the_reason_is_said():
-    assert "has parts that are not known together here" in rounding(recurrent("qwen3_next")), "experts"
     assert "MambaForCausalLM has parts that are not known together here" in rounding(recurrent("mamba"))
     assert "its layers have parts that are not known together here" in rounding(recurrent("jamba"))
     hooked = copy.deepcopy(model("lfm2"))
@@ -144,6 +148,117 @@ def test_what_is_not_known_is_read_by_transformers_own_modules_and_the_reason_is
     wide = LeanSnapshotBackend(copy.deepcopy(model("lfm2")).double(), name="x", check=False)
     assert wide.lean is None
     assert "native" in rounding(wide)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_texts_of_mixtures_are_those_of_transformers_with_and_without_drafts(name):
+    prompt = IDS * 2
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        made = model(name).generate(ids, do_sample=False, max_new_tokens=24, min_new_tokens=24)
+    expected = made[0, len(prompt) :].tolist()
+    assert len(set(expected)) > 4
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    for drafter in (None, NgramDrafter()):
+        (output,) = Engine(backend(name), drafter, eos_token_ids=()).generate([prompt], params)
+        assert list(output.token_ids) == expected
+        assert output.same_bits
+    draft = backend(name).quantized(4)
+    assert draft.lean is not None
+    (output,) = engine(backend(name), draft, length=3, tokenizer=None, eos_token_ids=()).generate([prompt], params)
+    assert list(output.token_ids) == expected
+    assert output.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_weights_of_experts_stay_where_they_are(name, dtype):
+    own = {each.data_ptr() for path, each in backend(name, dtype).model.named_parameters() if ".experts." in path}
+    read = [layer.mixture for layer in backend(name, dtype).lean.layers if layer.mixture is not None]
+    assert {getattr(each.arguments, part).weight for each in read for part in ("gate_up", "down")} == own
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_quantized_mixtures_are_those_of_the_modules_with_few_bits(name):
+    draft = backend(name).quantized(4)
+    assert draft.lean is not None
+    assert all(each.mixture.arguments.gate_up.bits == 4 for each in draft.lean.layers if each.mixture is not None)
+    found = read(draft, draft.open(), IDS[:1], IDS[1:])
+    with torch.inference_mode():
+        few = draft.model(torch.tensor([IDS])).logits[0]
+        whole = model(name)(torch.tensor([IDS])).logits[0]
+    assert off(found, few) < 0.05 < off(found, whole), "inputs of 8 bits may be rounded to the next number"
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"whole": False},
+        {"sigmoid": True},
+        {"sigmoid": False},
+        {"factor": 1.1},
+        {"least": 0.1},
+        {"biases": None},
+        {"shared_router": LinearArguments()},
+        {"shared_down": LinearArguments()},
+    ],
+    ids=lambda change: next(iter(change)) + str(next(iter(change.values()))),
+)
+def test_another_routing_would_be_seen(name, change):
+    """Negative control of the comparison with transformers."""
+    target = LeanSnapshotBackend(model(name), name=name, check=False)
+    with torch.inference_mode():
+        expected = model(name)(torch.tensor([IDS])).logits[0]
+    ((field, value),) = change.items()
+    differs = False
+    for layer in target.lean.layers:
+        if layer.mixture is not None:
+            before = getattr(layer.mixture.arguments, field)
+            differs |= bool(before.weight) if isinstance(value, LinearArguments) else bool(before) != bool(value)
+            differs |= isinstance(value, float) and before != value
+            setattr(layer.mixture.arguments, field, value)
+    assert (off(read(target, target.open(), IDS[:1], IDS[1:]), expected) > 1e-4) is differs
+
+
+def changed_router(name, forward):
+    """A model, one of whose routers computes something else."""
+    own = copy.deepcopy(model(name))
+    block = getattr(
+        own.model.layers[1], "block_sparse_moe" if "granite" in name else "mlp" if "qwen" in name else "feed_forward"
+    )
+    router = block.router if "granite" in name else block.gate
+    router.__class__ = type("Router", (type(router),), {"forward": forward, "__module__": type(router).__module__})
+    return own
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_routers_that_compute_something_else_are_left_to_the_modules(name):
+    def more(self, *given):
+        logits, shares, chosen = super(type(self), self).forward(*given)
+        return logits, shares * 1.01, chosen
+
+    def others(self, *given):
+        logits, shares, chosen = super(type(self), self).forward(*given)
+        return logits, shares, (chosen + 1) % len(self.weight)
+
+    for forward in (more, others):
+        target = LeanSnapshotBackend(changed_router(name, forward), name="x", check=False)
+        assert "a native mixture with the weights of its" in rounding(target)
+        assert target.lean is None
+    unchanged = changed_router(name, lambda self, *given: super(type(self), self).forward(*given))
+    assert LeanSnapshotBackend(unchanged, name="x", check=False).lean is not None
+
+
+def test_experts_with_other_parts_are_left_to_the_modules():
+    own = copy.deepcopy(model("lfm2moe"))
+    own.model.layers[1].feed_forward.register_buffer("further", torch.zeros(8))
+    assert "numbers that are not known here (expert_bias, further)" in rounding(
+        LeanSnapshotBackend(own, name="x", check=False)
+    )
+    own = copy.deepcopy(model("qwen35moe"))
+    own.model.layers[1].mlp.second = torch.nn.Linear(2, 2)
+    assert "it has the parts gate, second" in rounding(LeanSnapshotBackend(own, name="x", check=False))
 
 
 def test_without_native_operations_transformers_own_modules_read(monkeypatch):

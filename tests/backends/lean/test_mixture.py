@@ -24,6 +24,8 @@ CASES = {
     "an expert of all tokens": (12, 8, Traits(experts=Experts(COUNT, CHOSEN, shared=True))),
     "one with a share": (None, 12, Traits(experts=Experts(COUNT, 1, shared=True, weighed=True))),
     "one expert": (8, 8, Traits(experts=Experts(1, 1))),
+    "sigmoids, chosen with others": (None, 12, Traits(experts=Experts(COUNT, CHOSEN, sigmoid=True, least=0.1))),
+    "sigmoids as they are": (12, 8, Traits(experts=Experts(COUNT, CHOSEN, whole=False, factor=1.5, sigmoid=True))),
 }
 
 
@@ -75,7 +77,12 @@ def alone(operations, layer, x, expert=None):
     return operations.rows_product(x, weight[expert], None if bias is None else bias[expert])
 
 
-def by_hand(traits, mlp, x):
+def biases_of(name):
+    """What is added to the scores by which experts are chosen."""
+    return torch.linspace(-0.5, 0.5, COUNT)[[3, 0, 5, 1, 6, 2, 4]] if "chosen with" in name else None
+
+
+def by_hand(traits, mlp, x, biases=None):
     """What each row gets, from the products of its experts alone, and the size of what is added."""
     operations, experts, made = OPERATIONS[x.dtype], traits.experts, torch.zeros(x.shape, dtype=torch.float64)
     logits = operations.product(x, Interleaved.of(mlp.gate.weight), mlp.gate.bias).double()
@@ -89,8 +96,10 @@ def by_hand(traits, mlp, x):
         sizes[row] += outer.abs()
 
     for row in range(len(x)):
-        shares, chosen = logits[row].softmax(-1).topk(experts.chosen)
-        shares = experts.factor * (shares / shares.sum() if experts.whole else shares)
+        scores = logits[row].sigmoid() if experts.sigmoid else logits[row].softmax(-1)
+        chosen = (scores if biases is None else scores + biases).topk(experts.chosen).indices
+        shares = scores[chosen]
+        shares = experts.factor * (shares / (shares.sum() + experts.least) if experts.whole else shares)
         for share, expert in zip(shares, chosen, strict=True):
             add(row, share, mlp.experts, int(expert))
         if experts.shared:
@@ -103,8 +112,8 @@ def by_hand(traits, mlp, x):
 def test_a_row_gets_what_its_experts_give(name, dtype):
     traits, mlp = parts(name, dtype)
     x = drawn(5, 9, SIZE, dtype=dtype)
-    expected, sizes = by_hand(traits, mlp, x)
-    found = Mixture(mlp, traits, x)(x)
+    expected, sizes = by_hand(traits, mlp, x, biases_of(name))
+    found = Mixture(mlp, traits, x, biases=biases_of(name))(x)
     assert close(found, expected, 4e-6 * sizes)
     assert not close(found, expected * 1.02, 4e-6 * sizes), "other shares are seen"
     wrong = expected.roll(1, 0)
@@ -115,7 +124,7 @@ def test_a_row_gets_what_its_experts_give(name, dtype):
 def test_a_row_has_the_same_bits_whatever_rows_and_threads_there_are(name, dtype):
     traits, mlp = parts(name, dtype)
     x = drawn(5, 150, SIZE, dtype=dtype)
-    mixture, threads = Mixture(mlp, traits, x), torch.get_num_threads()
+    mixture, threads = Mixture(mlp, traits, x, biases=biases_of(name)), torch.get_num_threads()
     whole = mixture(x)
     for size in (1, 2, 3, 4, 5, 7, 8, 13, 60):
         assert torch.equal(mixture(x[7 : 7 + size]), whole[7 : 7 + size]), f"{size} rows"

@@ -44,7 +44,7 @@ MIXTURES = {
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**SHAPE, shared_expert_intermediate_size=128, **EXPERTS),
     "mixtral": lambda: transformers.MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
 }
-RECURRENT = (*HYBRIDS, "qwen35moe")
+RECURRENT = (*HYBRIDS, "qwen35moe", "lfm2moe", "granitehybrid, experts")
 ALL = (*RECURRENT, *DENSE, *MIXTURES)
 
 

@@ -22,6 +22,7 @@ from draftproof.backends.lean.inputs import Joint, product_of_layer, whole_produ
 from draftproof.backends.lean.layers import Lean, Norm, WholeNorm, norm_of_heads
 from draftproof.backends.lean.mixers import Mixer
 from draftproof.backends.lean.mixture import Mixture, StoredMixture
+from draftproof.backends.lean.mixture_modules import is_mixture, mixture_of
 from draftproof.backends.lean.native_layers import NativeLayers
 from draftproof.backends.lean.rotary import Rope, Rotary
 from draftproof.backends.lean.traits import (
@@ -51,7 +52,7 @@ class FamilyNames:
         down: its last linear layer.
         out: the last linear layer of attention.
         turned: norms of queries and keys.
-        experts: a mixture of experts beside the gated part.
+        experts: a mixture of experts beside the gated part; one may also stand in its place.
         factors: names of the numbers by which something is multiplied, where a family has them: `entering` and
             `divisor` or `logits` (of the model), `residual`, `mixed` and `attended` (of what parts of a layer add),
             `attention` (of what it reads), `keys`, `gates` and `down`; each with the path from the model or the layer.
@@ -71,6 +72,7 @@ class FamilyNames:
 
 _PROJECTED = ("gate_proj", "up_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
+_ROTARY = ("rotary_emb", "pos_emb")  # names of what makes angles
 FAMILIES = (
     FamilyNames(
         ("operator_norm", "ffn_norm"),
@@ -116,7 +118,7 @@ FAMILIES = (
         },
     ),
 )
-"""LFM2; Qwen3-Next and Qwen3.5; Granite 4; Falcon-H1."""
+"""LFM2; Qwen3-Next and Qwen3.5; Granite 4; Falcon-H1; and the first three with experts."""
 
 
 def _family_of(inner: Any) -> FamilyNames:
@@ -124,7 +126,8 @@ def _family_of(inner: Any) -> FamilyNames:
     names = {name for layer in layers for name, _ in layer.named_children()}
     for family in FAMILIES:
         layer = {*family.norms, family.mixer, family.gated}
-        if names - {"self_attn", family.experts} == layer and hasattr(inner, "rotary_emb") and _has(inner, family.last):
+        has_angles = any(hasattr(inner, name) for name in _ROTARY)
+        if names - {"self_attn", family.experts} == layer and has_angles and _has(inner, family.last):
             return family
     raise UnreadError(f"its layers have parts that are not known together here ({', '.join(sorted(names))})")
 
@@ -184,7 +187,8 @@ class HybridLean(Lean):
         attentions = [layer.self_attn for layer in inner.layers if _has(layer, "self_attn")]
         if not attentions:
             raise UnreadError("none of its layers attends")
-        order, angles = _rotary(attentions[0], inner.rotary_emb)
+        angles_of = next(getattr(inner, name) for name in _ROTARY if hasattr(inner, name))
+        order, angles = _rotary(attentions[0], angles_of)
         self.traits = Traits(
             offset=offset,
             order=order,
@@ -286,6 +290,8 @@ class HybridLayer:
         experts = getattr(layer, family.experts) if _has(layer, family.experts) else gated
         if isinstance(experts, StoredMixture):
             self.mixture = experts.mixture
+        elif is_mixture(experts):
+            self.mixture = mixture_of(experts)
         elif experts is not gated:
             raise UnreadError(f"there is no native mixture like its {type(experts).__name__}")
         if gated is not experts or self.mixture is None:

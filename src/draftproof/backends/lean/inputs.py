@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from draftproof import native
 from draftproof.backends.hf.quantized_modules import QuantizedLinear
-from draftproof.backends.lean.mixture import linear_arguments
 from draftproof.backends.lean.traits import UnreadError, is_stock
 from draftproof.backends.products.packed_linear import REORDERED, LinearSlice, PackedLinear, PlainProduct, SplitProduct
-from draftproof.native.structures import MOST_INPUTS, InputsArguments
+from draftproof.native.operations import Operations
+from draftproof.native.structures import MOST_INPUTS, InputsArguments, LinearArguments
 
 _SMALL = 1 << 18  # numbers of a weight for which a matrix unit gains little
 
@@ -110,10 +110,25 @@ def product_of_layer(module: Any) -> tuple[PackedLinear, Int[Tensor, " outs"]]:
     operations = native.operations_for(module.weight) if is_plain else None
     if operations is None or not module.weight.is_contiguous():
         raise UnreadError(f"there is no native product with a {type(module).__name__}")
-    if operations.dtype == torch.bfloat16 and operations.level.endswith("amx") and module.weight.numel() > _SMALL:
-        raise UnreadError("native products with weights where they are do not use the processor's matrix unit")
+    refuse_unit(operations, module.weight.numel())
     bias = None if module.bias is None else module.bias.detach()
     return PlainProduct(module.weight.detach(), bias), torch.arange(len(module.weight))
+
+
+def refuse_unit(operations: Operations, numbers: int) -> None:
+    """Refuse a weight of so many numbers that is to stay where it is, if a matrix unit would multiply it faster.
+
+    Raises:
+        UnreadError: it would.
+    """
+    if operations.dtype == torch.bfloat16 and operations.level.endswith("amx") and numbers > _SMALL:
+        raise UnreadError("native products with weights where they are do not use the processor's matrix unit")
+
+
+def linear_arguments(product: PackedLinear) -> LinearArguments:
+    """A native product for native.c; it holds addresses."""
+    address, bits, group = product.weight.arguments
+    return LinearArguments(address, None if product.bias is None else product.bias.data_ptr(), bits, group)
 
 
 def whole_product(module: Any) -> PackedLinear:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from draftproof.backends.cache.layout import Layout
-from draftproof.backends.lean.inputs import Joint, whole_product
-from draftproof.backends.lean.mixture import linear_arguments
+from draftproof.backends.lean.inputs import Joint, linear_arguments, whole_product
 from draftproof.backends.lean.traits import UnreadError, eps_of
 from draftproof.backends.recurrent.states import Key, State
 from draftproof.native.structures import MIXERS, STATES, MixerArguments, Sequences

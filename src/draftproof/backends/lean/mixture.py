@@ -14,33 +14,48 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from draftproof import native
-from draftproof.backends.lean.traits import Experts, Traits
-from draftproof.backends.products.packed_linear import PackedLinear, SplitProduct, fuse, let_go, plain_of, repacked
+from draftproof.backends.lean.inputs import Joint, linear_arguments, whole_product
+from draftproof.backends.lean.traits import LLAMA, Experts, Traits
+from draftproof.backends.products.packed_linear import PackedLinear, fuse, let_go, plain_of, repacked
 from draftproof.native.ggml import GGMLWeight, StoredMatrix, why_not_joined
 from draftproof.native.operations import ACTIVATIONS
 from draftproof.native.structures import LinearArguments, MixtureArguments
-from draftproof.native.tensors import LANES
+from draftproof.native.tensors import LANES, Quantized
 
 
 class Mixture:
     """What the experts that a router chooses make of rows.
 
     Args:
-        mlp: its linear layers, under the names that `Traits.linear` has; weights of experts are [experts, out, in], or
-            matrices of few bits with all their outputs.
+        mlp: its linear layers, under the names that `Traits.linear` has; weights of experts are [experts, out, in],
+            matrices of few bits with all their outputs, or several quantized ones.
         scales: of the shares of each expert, if there are.
+        biases: of the scores by which experts are chosen, if there are; shares are without them.
+        in_place: whether weights stay where they are, as `inputs` reads them.
     """
 
-    def __init__(self, mlp: Any, traits: Traits, like: Tensor, scales: Float[Tensor, " experts"] | None = None) -> None:
+    def __init__(
+        self,
+        mlp: Any,
+        traits: Traits,
+        like: Tensor,
+        scales: Float[Tensor, " experts"] | None = None,
+        biases: Float[Tensor, " experts"] | None = None,
+        *,
+        in_place: bool = False,
+    ) -> None:
         experts, operations = traits.experts, native.operations_for(like)
         assert experts is not None, "the caller looked"
         assert operations is not None, "whoever reads experts wants native operations"
         self._operations = operations
-        self._scales = None if scales is None else scales.float().contiguous()
-        self.router = fuse(mlp, ["gate"])  # gives the logits of the experts
+        self._numbers = {
+            name: each.detach().float().contiguous()
+            for name, each in (("scales", scales), ("biases", biases))
+            if each is not None
+        }
+        self.router = _product(mlp, "gate", in_place=in_place)  # gives the logits of the experts
         # what gates and ups, and what downs of all of them are
         self.experts = tuple(_Experts(mlp.experts, names, experts.count) for names in (traits.gate_up, ("down_proj",)))
-        self._shared = _shared(mlp, traits, experts)
         # for native.c; they hold addresses of tensors that are kept here
         self.arguments = MixtureArguments(
             router=linear_arguments(self.router),
@@ -50,13 +65,18 @@ class Mixture:
             experts=experts.count,
             chosen=experts.chosen,
             inner=self.experts[1].ins,
-            whole=experts.whole,
             activation=ACTIVATIONS.index(traits.activation),
-            factor=experts.factor,
-            scales=None if self._scales is None else self._scales.data_ptr(),
-            **{name: linear_arguments(product) for name, product in self._shared.items()},
-            shared_inner=self._shared["shared_down"].weight.ins if self._shared else 0,
+            **{name: each.data_ptr() for name, each in self._numbers.items()},
         )
+        if experts.shared:
+            self._shared = _Shared(mlp, traits, weighed=experts.weighed, in_place=in_place)
+            self._shared.write(self.arguments)
+        self.route(experts)
+
+    def route(self, experts: Experts) -> None:
+        """Let a token's shares be made as these experts have them; their counts are those of the mixture."""
+        for name in ("whole", "sigmoid", "factor", "least"):
+            setattr(self.arguments, name, getattr(experts, name))
 
     def __deepcopy__(self, memo: object) -> Mixture:
         return self  # C has its addresses, and nothing changes it
@@ -96,35 +116,52 @@ class _Experts:
         layers = [getattr(owner, name) for name in names]
         weights = [layer.weight for layer in layers]
         matrices = [weight for weight in weights if isinstance(weight, StoredMatrix)]
-        self.weight: GGMLWeight | Tensor
+        self.weight: Any  # a tensor, or in a layout of native/
+        group = 0
         stay = len(matrices) == len(weights) and why_not_joined(matrices) is None and not matrices[0].is_plain
         if stay and not any(len(each) % (count * LANES) or each.inputs is not None for each in matrices):
             self.weight = GGMLWeight.joined([repacked(each) for each in matrices], count)
             address, bits, _ = self.weight.arguments
+        elif isinstance(weights[0], Quantized):
+            self.weight = weights[0]
+            address, bits, group = self.weight.arguments
         else:
-            self.weight = torch.cat([plain_of(each).view(count, -1, each.shape[-1]) for each in weights], 1)
+            parts = [plain_of(each).view(count, -1, each.shape[-1]) for each in weights]
+            alone = len(parts) == 1 and not matrices and parts[0].is_contiguous()
+            self.weight = parts[0].detach() if alone else torch.cat(parts, 1)
             let_go(weights)
             address, bits = self.weight.data_ptr(), 0
-        self.ins = weights[0].shape[-1]
+        self.ins = weights[0].ins if isinstance(weights[0], Quantized) else weights[0].shape[-1]
         biases = [layer.bias for layer in layers if layer.bias is not None]
         self.bias = torch.cat(biases, -1) if biases else None
-        self.arguments = LinearArguments(address, None if self.bias is None else self.bias.data_ptr(), bits, 0)
+        self.arguments = LinearArguments(address, None if self.bias is None else self.bias.data_ptr(), bits, group)
 
 
-def _shared(mlp: Any, traits: Traits, experts: Experts) -> dict[str, PackedLinear]:
-    if not experts.shared:
-        return {}
-    gate_up = fuse(mlp.shared_expert, traits.gate_up)
-    made = {
-        "shared_gate_up": PackedLinear(gate_up.dense()) if isinstance(gate_up, SplitProduct) else gate_up,
-        "shared_down": fuse(mlp.shared_expert, ["down_proj"]),
-    }
-    if experts.weighed:
-        made["shared_router"] = PackedLinear(mlp.shared_expert_gate.weight.view(1, -1))
-    return made
+class _Shared:
+    """The expert of all tokens."""
+
+    def __init__(self, mlp: Any, traits: Traits, *, weighed: bool, in_place: bool) -> None:
+        shared = mlp.shared_expert
+        # gates and ups are apart, where those of other experts may be joint
+        names = traits.gate_up if hasattr(shared, traits.gate_up[0]) else LLAMA.gate_up
+        self.gate_up = (
+            Joint.of_modules([getattr(shared, name) for name in names]) if in_place else Joint.of(fuse(shared, names))
+        )
+        self.down = _product(shared, "down_proj", in_place=in_place)
+        self.router: PackedLinear | None = None
+        if weighed and in_place:
+            self.router = whole_product(mlp.shared_expert_gate)
+        elif weighed:
+            self.router = PackedLinear(mlp.shared_expert_gate.weight.view(1, -1))
+
+    def write(self, arguments: MixtureArguments) -> None:
+        """Add it to those of a mixture."""
+        arguments.shared_gate_up = self.gate_up.arguments
+        arguments.shared_down = linear_arguments(self.down)
+        arguments.shared_inner = self.down.weight.ins
+        if self.router is not None:
+            arguments.shared_router = linear_arguments(self.router)
 
 
-def linear_arguments(product: PackedLinear) -> LinearArguments:
-    """A native product for native.c; it holds addresses."""
-    address, bits, group = product.weight.arguments
-    return LinearArguments(address, None if product.bias is None else product.bias.data_ptr(), bits, group)
+def _product(owner: Any, name: str, *, in_place: bool) -> PackedLinear:
+    return whole_product(getattr(owner, name)) if in_place else fuse(owner, [name])

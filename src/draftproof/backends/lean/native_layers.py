@@ -14,8 +14,7 @@ from torch import Tensor
 
 from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.lean.attention import Heads, NativeAttention, Pass, arguments
-from draftproof.backends.lean.inputs import Joint
-from draftproof.backends.lean.mixture import linear_arguments
+from draftproof.backends.lean.inputs import Joint, linear_arguments
 from draftproof.backends.products.packed_linear import REORDERED
 from draftproof.native.operations import ACTIVATIONS
 from draftproof.native.structures import LayerArguments, LayerStack, PassMask

@@ -57,6 +57,8 @@ class Experts:
     chosen: int  # of a token
     whole: bool = True  # whether the shares of a token's experts add up to 1
     factor: float = 1.0  # of the shares
+    sigmoid: bool = False  # whether a score is the sigmoid of a logit; else softmax makes them of all logits
+    least: float = 0.0  # added to the sum of a token's scores where its shares add up to 1
     shared: bool = False  # whether there is one more, for all tokens
     weighed: bool = False  # whether that one has a share, too
 

@@ -1,30 +1,20 @@
-"""Mixtures of experts of transformers' models as native ones, whose weights are rounded.
-
-What a router does (which scores are shares, and whether they add up to 1) is not read from its code: a native mixture
-with the whole weights is compared with the module itself.
-"""
+"""Mixtures of experts of transformers' models as native ones, whose weights are rounded."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof import native
-from draftproof.backends.hf.native_modules import says_experts
 from draftproof.backends.hf.truncate import put, shallow
 from draftproof.backends.lean.mixture import Mixture, StoredMixture
-from draftproof.backends.lean.traits import LLAMA, Experts, UnreadError, activation_of
+from draftproof.backends.lean.mixture_modules import is_mixture, native_mixture, parts_of, routing_of
+from draftproof.backends.lean.traits import Experts, UnreadError
 from draftproof.backends.products.rounding import GROUP, rounded_matrix
 from draftproof.errors import UserError, reason
-from draftproof.native.operations import MOST_EXPERTS
 
-_ROWS = 7  # that are compared
-_SAME = {torch.float32: 1e-5, torch.bfloat16: 3e-2}  # relative differences that rounding explains
 _UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of modules that do not fit in
 
 
@@ -36,7 +26,7 @@ def with_rounded_experts(model: Any, bits: int, name: str) -> Any:
     Raises:
         UserError: experts that have no native form.
     """
-    blocks = {path: each for path, each in model.named_modules() if any(map(says_experts, each.children()))}
+    blocks = {path: each for path, each in model.named_modules() if is_mixture(each)}
     inside = tuple(f"{path}." for path in blocks)
     for path, weight in model.named_parameters():  # a convolution over channels has a size of 1
         if weight.dim() == 3 and min(weight.shape) > 1 and not path.startswith(inside):
@@ -61,68 +51,35 @@ def _refused(name: str, path: str, why: str) -> UserError:
 
 def _rounded(block: Any, bits: int) -> Mixture:
     """The native mixture of a module, with rounded weights."""
-    like = _parts(block).gate.weight
-    if like.dtype not in _SAME or native.operations_for(like) is None:
-        raise UnreadError(f"there are no native operations on {like.dtype}, or they are off ({native.VARIABLE})")
-    x = torch.randn((1, _ROWS, like.shape[1]), generator=torch.Generator().manual_seed(0)).to(like.dtype)
-    with torch.inference_mode():
-        expected = block(x).double()
-        for whole in (True, False):
-            found = StoredMixture(_mixture(_parts(block), whole=whole))(x).double()
-            if (found - expected).norm() <= _SAME[like.dtype] * expected.norm():
-                return _mixture(_in_few_bits(_parts(block), bits), whole=whole)
-    raise UnreadError("a native mixture with its weights computes something else")
+    parts = parts_of(block)
+    whole = native_mixture(_unpacked(parts), Experts(parts.count, parts.chosen))
+    return native_mixture(_in_few_bits(parts, bits), routing_of(block, parts, whole))
 
 
-def _mixture(parts: SimpleNamespace, *, whole: bool) -> Mixture:
-    experts = Experts(parts.count, parts.chosen, whole, shared=parts.weighed, weighed=parts.weighed)
-    traits = replace(LLAMA, experts=experts, activation=parts.activation, gate_up=("gate_up_proj",))
-    return Mixture(parts, traits, torch.empty(0, dtype=parts.gate.weight.dtype))
-
-
-def _parts(block: Any) -> SimpleNamespace:
-    """What a mixture is made of, under the names that `lean.mixture` has.
-
-    Raises:
-        UnreadError: a part that is not known here.
-    """
-    (experts,) = (each for each in block.children() if says_experts(each))
-    if not experts.has_gate or experts.has_bias or experts.is_transposed:
-        raise UnreadError("its experts have biases, no gates, or their weights another way round")
-    count, router = int(experts.num_experts), block.gate
-    if tuple(router.weight.shape) != (count, experts.down_proj.shape[1]) or count > MOST_EXPERTS:
-        raise UnreadError(f"its router has weights of {tuple(router.weight.shape)}")
-    known = {"gate", "shared_expert", "shared_expert_gate"}
-    names = {name for name, each in block.named_children() if each is not experts}
-    if names not in ({"gate"}, known):
-        raise UnreadError(f"it has the parts {', '.join(sorted(names))}")
-    made = SimpleNamespace(
-        count=count,
-        chosen=int(router.top_k),
-        activation=activation_of(experts.act_fn),
-        weighed=names == known,
-        gate=_linear(router.weight),
-        experts=SimpleNamespace(
-            gate_up_proj=_linear(experts.gate_up_proj.flatten(0, 1)), down_proj=_linear(experts.down_proj.flatten(0, 1))
-        ),
-    )
-    if made.weighed:
-        shared = block.shared_expert
-        gate_up = torch.cat([shared.gate_proj.weight, shared.up_proj.weight])
-        made.shared_expert = SimpleNamespace(gate_up_proj=_linear(gate_up), down_proj=_linear(shared.down_proj.weight))
-        made.shared_expert_gate = _linear(block.shared_expert_gate.weight)
+def _unpacked(parts: SimpleNamespace) -> SimpleNamespace:
+    """The same parts; products that are made of them do not take the places of the module's own layers."""
+    made = SimpleNamespace(**vars(parts))
+    if parts.weighed:
+        made.shared_expert = SimpleNamespace(**_layers(parts.shared_expert))
     return made
 
 
-def _linear(weight: Float[Tensor, "out in"]) -> SimpleNamespace:
-    return SimpleNamespace(weight=weight.detach(), bias=None, out_features=len(weight))
+def _layers(shared: Any) -> dict[str, SimpleNamespace]:
+    layers = {name: getattr(shared, name) for name in ("gate_proj", "up_proj", "down_proj")}
+    if any(each.bias is not None for each in layers.values()):
+        raise UnreadError("its shared expert has biases")
+    return {name: _linear(each.weight.detach(), len(each.weight)) for name, each in layers.items()}
+
+
+def _linear(weight: Any, outs: int) -> SimpleNamespace:
+    return SimpleNamespace(weight=weight, bias=None, out_features=outs)
 
 
 def _in_few_bits(parts: SimpleNamespace, bits: int) -> SimpleNamespace:
     """The same with experts of few bits."""
-    made = SimpleNamespace(**vars(parts))
+    made = _unpacked(parts)
     for name in ("experts", *(["shared_expert"] if parts.weighed else [])):
-        layers = vars(getattr(parts, name))
+        layers = vars(getattr(made, name))
         setattr(made, name, SimpleNamespace(**{kind: _few(layer.weight, bits) for kind, layer in layers.items()}))
     return made
 
@@ -130,4 +87,4 @@ def _in_few_bits(parts: SimpleNamespace, bits: int) -> SimpleNamespace:
 def _few(weight: Float[Tensor, "out in"], bits: int) -> SimpleNamespace:
     if weight.shape[1] % GROUP:
         raise UnreadError(f"its experts read {weight.shape[1]} numbers, no multiple of {GROUP}")
-    return SimpleNamespace(weight=rounded_matrix(weight, bits), bias=None, out_features=len(weight))
+    return _linear(rounded_matrix(weight, bits), len(weight))

@@ -5,12 +5,16 @@
 /* The same fields as `MixtureArguments` in native/structures.py. */
 typedef struct {
   NAME(linear) router, gate_up, down; /* of gate_up and down the weights of all experts, behind one another: as
-                                         `ggml_groups_product` reads them where bits are below 0, else as `rows_product` */
-  NAME(linear) shared_router, shared_gate_up, shared_down; /* of an expert of all tokens; without a weight where there is none */
+                                         `ggml_groups_product` reads them where bits are below 0, as `rows_product` where
+                                         they are 0, else as `quantized_rows_product` */
+  NAME(linear) shared_router, shared_down; /* of an expert of all tokens; without a weight where there is none */
+  NAME(inputs) shared_gate_up;
   long size, experts, chosen, inner, shared_inner;
   long is_whole, activation; /* whether the shares of a token add up to 1; of the gates */
-  float factor;              /* of the shares */
+  long is_sigmoid;           /* whether a score is the sigmoid of its logit; else softmax makes the scores */
+  float factor, least;       /* of the shares; added to the sum of a token's scores where shares add up to 1 */
   const float *scales;       /* of the shares of each expert; 0 where there are none */
+  const float *biases;       /* added to the sigmoids by which experts are chosen, not to shares; 0 where there are none */
 } NAME(mixture);
 
 typedef struct {
@@ -20,9 +24,19 @@ typedef struct {
   long count;
 } NAME(routes);
 
-/* The likeliest experts of a token, the first one first, and their shares. */
-static void NAME(route)(const NAME(mixture) * m, const ELEM *logits, int64_t *experts, float *shares) {
-  float left[MOST_EXPERTS], weights[MOST_EXPERTS];
+/* Scores of all experts, and by what they are chosen; the sum of the scores, or 1 where that says nothing. */
+static float NAME(sigmoid_scores)(const NAME(mixture) * m, const ELEM *logits, float *left, float *weights) {
+  for (long i = 0; i < m->experts; i += LANES) {
+    const long here = m->experts - i;
+    const floats v = exponential(sub(zeros(), NAME(load_first)(logits + i, here)));
+    const floats score = quotient(splat(1.0f), add(splat(1.0f), v));
+    store_first_float(weights + i, here, score);
+    store_first_float(left + i, here, m->biases ? add(score, load_first_float(m->biases + i, here)) : score);
+  }
+  return 1;
+}
+
+static float NAME(softmax_scores)(const NAME(mixture) * m, const ELEM *logits, float *left, float *weights) {
   floats top = splat(-INFINITY), sum = zeros();
   for (long i = 0; i < m->experts; i += LANES) {
     const floats v = NAME(load_first)(logits + i, m->experts - i);
@@ -35,7 +49,14 @@ static void NAME(route)(const NAME(mixture) * m, const ELEM *logits, int64_t *ex
     store_first_float(weights + i, m->experts - i, v);
     sum = add(sum, first_of(m->experts - i, v, zeros()));
   }
-  float total = m->is_whole ? 0 : sum_of(sum);
+  return sum_of(sum);
+}
+
+/* The experts of a token with the largest scores, the first one first, and their shares. */
+static void NAME(route)(const NAME(mixture) * m, const ELEM *logits, int64_t *experts, float *shares) {
+  float left[MOST_EXPERTS], weights[MOST_EXPERTS];
+  const float all = (m->is_sigmoid ? NAME(sigmoid_scores) : NAME(softmax_scores))(m, logits, left, weights);
+  float total = m->is_whole ? m->least : all;
   for (long k = 0; k < m->chosen; k++) {
     long best = 0;
     for (long e = 1; e < m->experts; e++) best = left[e] > left[best] ? e : best;
@@ -78,6 +99,13 @@ static void NAME(apply_experts)(const NAME(linear) * l, const NAME(routes) * r, 
     return;
   }
   for (long i = 0; from && i < pairs; i++) memcpy(rows + i * ins, x + from[i] * ins, (size_t)ins * sizeof *x);
+  if (l->bits) {
+    const long blocks = (outs + LANES - 1) / LANES, groups = (ins + l->group - 1) / l->group;
+    NAME(draftproof_quantized_rows_product)(from ? rows : x, l->weight, l->bias, y, r->groups, r->count, outs, ins, l->bits,
+                                            l->group, blocks * quantized_block_size(groups, l->group, l->bits), memory,
+                                            threads);
+    return;
+  }
   NAME(draftproof_rows_product)(from ? rows : x, l->weight, l->bias, y, 0, r->groups, r->count, outs, ins, ins, outs * ins,
                                 threads);
 }
@@ -125,7 +153,7 @@ void NAME(draftproof_mixture)(const NAME(mixture) * m, const ELEM *x, ELEM *y, l
   NAME(apply_experts)(&m->down, &r, gated, 0, outer, pairs, size, m->inner, 0, memory, threads);
   if (m->shared_down.weight) {
     if (m->shared_router.weight) NAME(apply)(&m->shared_router, x, 0, gates, tokens, 1, size, memory, threads);
-    NAME(apply)(&m->shared_gate_up, x, 0, both, tokens, 2 * m->shared_inner, size, memory, threads);
+    NAME(project)(&m->shared_gate_up, x, both, memory, tokens, size, threads);
     NAME(draftproof_gated)(both, gated, tokens, m->shared_inner, m->activation, threads);
     NAME(apply)(&m->shared_down, gated, 0, shared, tokens, size, m->shared_inner, memory, threads);
   }

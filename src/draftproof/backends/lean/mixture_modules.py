@@ -1,0 +1,189 @@
+"""Mixtures of experts of transformers' models as native ones, whose weights stay where they are.
+
+What a router does (how scores are made of logits, and whether shares add up to 1) is not read from its code: native
+mixtures of all known kinds are compared with the module itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from draftproof import native
+from draftproof.backends.hf.native_modules import QuantizedExperts, says_experts
+from draftproof.backends.lean.inputs import refuse_unit
+from draftproof.backends.lean.mixture import Mixture
+from draftproof.backends.lean.traits import LLAMA, Experts, UnreadError, activation_of
+from draftproof.native.operations import MOST_EXPERTS
+from draftproof.native.tensors import Quantized
+
+_ROWS = 3  # of each kind that are compared; the middle one counts, since experts of nearly equal scores may change
+_SAME = {torch.float32: 1e-5, torch.bfloat16: 3e-2}  # relative differences that rounding explains
+_ROUNDED = 3e-2  # the same where the module rounds its inputs to 8 bits
+_LOW = -15.0  # logits of experts whose sigmoids are so small that what is added to their sum is seen
+_LEAST = (0.0, 1e-6)  # what may be added
+_UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of modules that do not fit in
+
+
+def is_mixture(module: nn.Module) -> bool:
+    """Whether a module is made of experts, and what chooses them."""
+    return any(map(says_experts, module.children()))
+
+
+@torch.inference_mode()
+def mixture_of(block: Any) -> Mixture:
+    """The native mixture of a module; nothing is copied.
+
+    Raises:
+        UnreadError: a part that is not known here, or the mixture computes something else.
+    """
+    try:
+        parts = parts_of(block)
+        operations = native.operations_for(parts.gate.weight)
+        assert operations is not None, "`parts_of` looked"
+        if not parts.rounds:
+            refuse_unit(operations, parts.experts.down_proj.weight.numel() // parts.count)
+        made = native_mixture(parts, Experts(parts.count, parts.chosen), in_place=True)
+        made.route(routing_of(block, parts, made))
+    except _UNFIT as cause:
+        raise UnreadError(f"its {type(block).__name__} has parts that do not fit together ({cause})") from cause
+    return made
+
+
+def native_mixture(parts: SimpleNamespace, experts: Experts, *, in_place: bool = False) -> Mixture:
+    """The mixture of some parts; `in_place` as of `Mixture`."""
+    experts = replace(experts, shared=parts.weighed, weighed=parts.weighed)
+    traits = replace(LLAMA, experts=experts, activation=parts.activation, gate_up=("gate_up_proj",))
+    like = torch.empty(0, dtype=parts.gate.weight.dtype)
+    return Mixture(parts, traits, like, biases=parts.biases, in_place=in_place)
+
+
+def parts_of(block: Any) -> SimpleNamespace:
+    """What a mixture is made of, under the names that `Mixture` has; and what else is known of it.
+
+    Raises:
+        UnreadError: a part that is not known here.
+    """
+    (experts,) = (each for each in block.children() if says_experts(each))
+    if not experts.has_gate or experts.has_bias or experts.is_transposed:
+        raise UnreadError("its experts have biases, no gates, or their weights another way round")
+    known = {"shared_expert", "shared_expert_gate"}
+    others = {name for name, each in block.named_children() if each is not experts}
+    routers = others - known
+    if routers not in ({"gate"}, {"router"}) or others & known not in (set(), known):
+        raise UnreadError(f"it has the parts {', '.join(sorted(others))}")
+    router, count, (_, size, inner) = (
+        block.get_submodule(routers.pop()),
+        int(experts.num_experts),
+        experts.down_proj.shape,
+    )
+    chosen = int(router.top_k)
+    if tuple(router.weight.shape) != (count, size) or not 1 <= chosen <= count <= MOST_EXPERTS:
+        raise UnreadError(f"its router chooses {chosen} experts by weights of {tuple(router.weight.shape)}")
+    weights = experts.gate_up_proj, experts.down_proj
+    shapes = [tuple(each.shape) for each in weights]
+    if shapes != [(count, 2 * inner, size), (count, size, inner)] or not all(each.is_contiguous() for each in weights):
+        raise UnreadError(f"its experts have weights of {' and '.join(map(str, shapes))}, or not one after another")
+    dtype = router.weight.dtype
+    if experts.down_proj.dtype != dtype:
+        raise UnreadError(f"its router has weights of {dtype}, and its experts of {experts.down_proj.dtype}")
+    if dtype not in _SAME or native.operations_for(router.weight) is None:
+        raise UnreadError(f"there are no native operations on {dtype}, or they are off ({native.VARIABLE})")
+    few = experts.quantized if isinstance(experts, QuantizedExperts) else {}
+    made = SimpleNamespace(
+        count=count,
+        chosen=chosen,
+        activation=activation_of(experts.act_fn),
+        biases=_biases_of(block, router, count),
+        factor=float(getattr(router, "routed_scaling_factor", 1.0)),
+        rounds=bool(few),
+        weighed=bool(others & known),
+        gate=_linear_of(router.weight),
+        experts=SimpleNamespace(
+            **{part: _experts(few.get(part), getattr(experts, part)) for part in ("gate_up_proj", "down_proj")}
+        ),
+    )
+    if made.weighed:
+        made.shared_expert = block.shared_expert
+        made.shared_expert_gate = block.shared_expert_gate
+        activation = activation_of(block.shared_expert.act_fn)
+        if activation != made.activation:
+            raise UnreadError(f"the gates of its shared expert are {activation}, and those of others {made.activation}")
+        found = [tuple(getattr(block.shared_expert, name).weight.shape) for name in (*LLAMA.gate_up, "down_proj")]
+        inner = found[-1][-1]
+        if found != [(inner, size), (inner, size), (size, inner)]:
+            raise UnreadError(f"its shared expert has weights of {', '.join(map(str, found))}")
+    return made
+
+
+def _linear_of(weight: Float[Tensor, "out in"]) -> nn.Linear:
+    """A linear layer with a weight that is elsewhere, too."""
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
+    made.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    return made
+
+
+def _experts(few: Quantized | None, weight: Float[Tensor, "experts out in"]) -> SimpleNamespace:
+    own = weight.detach().flatten(0, 1)
+    return SimpleNamespace(weight=own if few is None else few, bias=None, out_features=len(own))
+
+
+def _biases_of(block: Any, router: Any, count: int) -> Tensor | None:
+    """The numbers that are added to the scores by which experts are chosen."""
+    found = []
+    for owner in (block, router):
+        named = itertools.chain(owner.named_parameters(recurse=False), owner.named_buffers(recurse=False))
+        found += [(name, each) for name, each in named if owner is block or name != "weight"]
+    if len(found) > 1 or any(tuple(each.shape) != (count,) for _, each in found):
+        raise UnreadError(f"it has numbers that are not known here ({', '.join(sorted(name for name, _ in found))})")
+    return found[0][1] if found else None
+
+
+def _kinds(parts: SimpleNamespace) -> Iterator[Experts]:
+    """What a router may do."""
+    experts = Experts(parts.count, parts.chosen, factor=parts.factor)
+    for sigmoid, whole in itertools.product((False, True), (True, False)):
+        for least in _LEAST if sigmoid and whole else (0.0,):
+            if sigmoid or parts.biases is None:
+                yield replace(experts, sigmoid=sigmoid, whole=whole, least=least)
+
+
+@torch.inference_mode()
+def routing_of(block: Any, parts: SimpleNamespace, mixture: Mixture) -> Experts:
+    """What the router of a module does: with it a native mixture of the same weights computes the same.
+
+    Raises:
+        UnreadError: it does nothing that is known here.
+    """
+    weight = parts.gate.weight
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn((_ROWS, weight.shape[1]), generator=source)
+    x = torch.cat([x, _inputs_of(weight.float(), _LOW + torch.randn((_ROWS, parts.count), generator=source))])
+    x = x.to(weight.dtype)
+    expected = block(x.unsqueeze(0)).view(x.shape).double()
+
+    def off(experts: Experts) -> float:
+        mixture.route(experts)
+        errors = (mixture(x).double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+        return float(errors.view(2, _ROWS).median(-1).values.max())
+
+    found = {experts: off(experts) for experts in _kinds(parts)}
+    best = min(found, key=lambda each: found[each])
+    if not found[best] <= (_ROUNDED if parts.rounds else _SAME[weight.dtype]):
+        raise UnreadError(f"a native mixture with the weights of its {type(block).__name__} computes something else")
+    return best
+
+
+def _inputs_of(weight: Float[Tensor, "out in"], outputs: Float[Tensor, "rows out"]) -> Float[Tensor, "rows in"]:
+    """Rows of which a linear layer makes the given outputs, or nearly so."""
+    gram = weight @ weight.t()
+    gram.diagonal().add_(1e-6 * gram.diagonal().mean().clamp(min=1e-6))
+    made: Tensor = torch.linalg.solve(gram, outputs.t()).t() @ weight
+    return made
