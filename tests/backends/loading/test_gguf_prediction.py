@@ -14,6 +14,7 @@ from draftproof.backends.heads.published.mtp import has_prediction_layers, mtp_b
 from draftproof.backends.hf.snapshots import SnapshotSession
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.gguf_modules import read_modules
+from draftproof.backends.loading.load import load
 from draftproof.backends.loading.match import reads
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.drafters.none import NoDrafter
@@ -21,13 +22,14 @@ from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.models.gguf_file import GGUFFile
 from draftproof.testing import engine_distribution, total_variation
 from support.distributions import checks_off
+from support.gguf_files import write_llama
 from support.gguf_modules import module_model, prediction_read, write_modules
 from support.qwen_mtp import tensors_of, written_with
 
 FAMILIES = ("qwen35", "qwen35moe", "qwen3next")
 FEW, Q8_0 = (12, 14, 8), (8,)
 LAYER = 4  # the number of the prediction layer
-TOKENS = [5, 9, 2, 7, 11, 3, 300, 41, 17, 8, 260, 77]
+TOKENS = [5, 9, 2, 7, 11, 3, 200, 41, 17, 8, 160, 77]
 PROMPTS = [[5, 9, 2, 7] * 4, [8, 8, 1], [70, 12, 33, 4, 4]]
 
 
@@ -197,3 +199,17 @@ def test_it_is_not_counted_among_what_a_token_reads(written, tmp_path):
     assert sum(each.nbytes for each in whole.read_for_a_token) == sum(each.nbytes for each in without.read_for_a_token)
     assert reads(path).of(1) == reads(tmp_path / "x.gguf").of(1)
     assert own, "the first one has such a layer"
+
+
+def test_a_layer_of_another_architecture_is_left_out(tmp_path):
+    """As in files of GLM-OCR, which are of a plain architecture but for such a layer."""
+    beyond = [(f"blk.4.{name}", np.ones((256,), np.float32)) for name in ("attn_norm.weight", "nextn.enorm.weight")]
+    for name, changes, extra in (("plain", {}, ()), ("more", {"block_count": 5, "nextn_predict_layers": 1}, beyond)):
+        write_llama(tmp_path / f"{name}.gguf", extra=extra, **changes)
+    target, plain = (load(str(tmp_path / f"{name}.gguf")).backend for name in ("more", "plain"))
+    assert target.kind == plain.kind == "lean"
+    one, other = (each.forward([Feed(each.open(), TOKENS)])[0].logits for each in (target, plain))
+    assert torch.equal(one, other)
+    assert not has_prediction_layers(target)
+    with pytest.raises(UserError, match=r"more.gguf has no prediction layers of its own that are read here .*nextn"):
+        make_drafter("mtp", target=target, draft=None, stopper="fixed:2")
