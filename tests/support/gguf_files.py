@@ -164,7 +164,7 @@ METADATA = {
 """Of a Llama with four layers, as `write_model` takes it."""
 
 
-def write_llama(path, **changes):
+def write_llama(path, extra=(), **changes):
     """Write a Llama of four layers with random weights of few bits, and a tokenizer of bytes; `changes` of metadata."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import LlamaConfig
@@ -194,4 +194,4 @@ def write_llama(path, **changes):
         "eos_token_id": len(tokens) - 1,
     }
     named = {f"tokenizer.ggml.{key}": value for key, value in words.items()}
-    write_model(path, random_model(config, seed=3), "llama", {**METADATA, **named, **changes})
+    write_model(path, random_model(config, seed=3), "llama", {**METADATA, **named, **changes}, extra=extra)

@@ -433,7 +433,58 @@ def module_model(name, **changes):
     return model
 
 
-def write_modules(path, model, name, kinds=(None,), changes=None, extra=(), without=()):
+_PREDICTION = {
+    "mtp.fc.weight": "nextn.eh_proj.weight",
+    "mtp.pre_fc_norm_embedding.weight": "nextn.enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
+    "mtp.norm.weight": "nextn.shared_head_norm.weight",
+}
+
+
+def prediction_names(own):
+    """Where a file has the tensors `mtp.*`, by their names; experts of a mixture are one tensor, in this order."""
+    found, experts = {}, {}
+    for name in own:
+        part = name.removeprefix("mtp.layers.0.").removesuffix(".weight")
+        if name in _PREDICTION:
+            found[name] = _PREDICTION[name]
+        elif part.startswith("mlp.experts."):
+            *_, number, kind = part.split(".")
+            experts.setdefault(f"ffn_{kind.removesuffix('_proj')}_exps.weight", {})[int(number)] = name
+        else:
+            between = {"post_attention_layernorm": "post_attention_norm"}
+            found[name] = f"{(_NAMES | between)[part]}.weight"
+    return found, {place: [names[number] for number in sorted(names)] for place, names in experts.items()}
+
+
+def prediction_tensors(own, number):
+    """The tensors of a file that `mtp.*` become, in the layer with a number: 1 is added to norms."""
+    found, experts = prediction_names(own)
+    made = {place: own[name] + 1.0 if own[name].dim() == 1 else own[name] for name, place in found.items()}
+    made |= {place: torch.stack([own[name] for name in names]) for place, names in experts.items()}
+    shares = "ffn_gate_inp_shexp.weight"
+    return {f"blk.{number}.{place}": each[0] if place == shares else each for place, each in made.items()}
+
+
+def prediction_read(path, own, number):
+    """The tensors `mtp.*` with the numbers of a file, read by gguf-py."""
+    from gguf import GGUFReader, quants
+
+    def floats(place):
+        entry = entries[f"blk.{number}.{place}"]
+        made = quants.dequantize(entry.data, entry.tensor_type)
+        return torch.from_numpy(made.reshape(entry.shape[::-1].tolist()).copy())
+
+    entries = {each.name: each for each in GGUFReader(path).tensors}
+    found, experts = prediction_names(own)
+    made = {name: floats(place).view(own[name].shape) for name, place in found.items()}
+    made = {name: each - 1.0 if each.dim() == 1 else each for name, each in made.items()}
+    for place, names in experts.items():
+        made |= {name: each.clone() for name, each in zip(names, floats(place), strict=True)}
+    return made
+
+
+def write_modules(path, model, name, kinds=(None,), changes=None, extra=(), without=(), own=None):
     """Write a model of transformers as a GGUF file.
 
     Args:
@@ -444,13 +495,15 @@ def write_modules(path, model, name, kinds=(None,), changes=None, extra=(), with
         changes: of metadata.
         extra: further tensors, by name.
         without: names of tensors that are left out.
+        own: the tensors `mtp.*` of a prediction layer, which follows the others.
     """
     from gguf import GGMLQuantizationType, GGUFWriter, quants
 
-    architecture = name.split(",")[0]
+    architecture, layers = name.split(",")[0], model.config.num_hidden_layers
     writer = GGUFWriter(path, architecture)
     for key, value in {
         **metadata_of(model.config, architecture),
+        **({} if own is None else {"block_count": layers + 1, "nextn_predict_layers": 1}),
         **tokens(model.config.vocab_size),
         **(changes or {}),
     }.items():
@@ -458,7 +511,8 @@ def write_modules(path, model, name, kinds=(None,), changes=None, extra=(), with
         add[list] = writer.add_array
         add[type(value)](key if key.split(".")[0] in ("tokenizer", "general") else f"{architecture}.{key}", value)
     number = 0
-    for place, weight in tensors_of(model, architecture).items():
+    predicting = {} if own is None else prediction_tensors(own, layers)
+    for place, weight in {**tensors_of(model, architecture), **predicting}.items():
         if place in without:
             continue
         content = np.ascontiguousarray(weight.detach().float().numpy())

@@ -113,14 +113,23 @@ class GGUFFile:
 
     @property
     def read_for_a_token(self) -> list[TensorEntry]:
-        """All tensors but the embedding, where the output layer has a table of its own; of experts those of a token."""
+        """All tensors but the embedding, where the output layer has a table of its own; of experts those of a token.
+
+        Layers that only predict further tokens are left out: plain decoding does not read them.
+        """
         left = "token_embd.weight" if "output.weight" in self.tensors else ""
         chosen = self.of_architecture("expert_used_count")
         return [
             replace(entry, shape=(chosen, *entry.shape[1:])) if chosen and "_exps." in name else entry
             for name, entry in self.tensors.items()
-            if name != left
+            if name != left and not name.startswith(self.prediction_layers)
         ]
+
+    @property
+    def prediction_layers(self) -> tuple[str, ...]:
+        """What names of tensors begin with in the last layers, where these only predict further tokens (`nextn`)."""
+        layers, count = (int(self.of_architecture(key, 0)) for key in ("block_count", "nextn_predict_layers"))
+        return tuple(f"blk.{number}." for number in range(layers - count, layers))
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the metadata."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,19 @@ from draftproof.backends.recurrent.mixers import mixers_of
 from draftproof.errors import UndraftableError, UserError
 
 
+@dataclass(frozen=True)
+class StoredPrediction:
+    """The prediction layers in the file that a model was read from, which are not read with it.
+
+    Attributes:
+        found: whether the file has some.
+        read: makes transformers' class of them over a model, in eval mode; raises UserError where it cannot.
+    """
+
+    found: bool
+    read: Callable[[Any], nn.Module]
+
+
 class HFBackend(SlotBackend):
     """A loaded transformers causal LM.
 
@@ -48,6 +61,7 @@ class HFBackend(SlotBackend):
     kind = "hf"
     whole_keys = True  # whether its cache has the keys and values of all heads
     rounds_inputs = False  # whether inputs of products are rounded to 8 bits
+    prediction: StoredPrediction | None = None  # None where a checkpoint of safetensors would have them
 
     def __init__(
         self, model: Any, *, name: str | None = None, check: bool = True, cache: SlotCache | None = None

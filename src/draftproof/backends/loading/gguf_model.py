@@ -252,7 +252,8 @@ def family_of(name: str) -> FamilyDefaults:
 def architecture_of(keys: ModelMetadata, family: FamilyDefaults, floats: Callable[[str], Tensor]) -> Architecture:
     """What the lean forward needs besides weights; `floats` reads a tensor by its name in the file."""
     of = keys.of_architecture
-    layers, width = named(keys, "block_count"), named(keys, "embedding_length")
+    layers = int(named(keys, "block_count")) - int(of("nextn_predict_layers", 0))
+    width = named(keys, "embedding_length")
     heads = single(named(keys, "attention.head_count"), "heads")
     key_heads = single(of("attention.head_count_kv", heads), "key heads")
     dim = of("attention.key_length", width // heads)
@@ -347,14 +348,19 @@ class _FileWeights(FileTensors, TensorsByName):
         self._names = {**_IN_LAYER, **dict(self.family.names)}
 
     def state(self, architecture: Architecture) -> dict[str, TensorEntry]:
-        """All tensors but those of rotary factors, under transformers' names where they have one."""
+        """All tensors but rotary factors and prediction layers, under transformers' names where they have one."""
         traits = architecture.traits
         parts = [f"{part}.{name}" for part, names in traits.linear.items() for name in names]
         parts += [*filter(None, traits.norms), *(f"self_attn.{name}" for name in traits.turned)]
         parts += ["self_attn.sinks"] if traits.sinks else []
         stems = [*_TOP, *(f"model.layers.{number}.{part}" for number in range(architecture.layers) for part in parts)]
         names = {self._place(f"{stem}.{kind}"): f"{stem}.{kind}" for stem in stems for kind in ("weight", "bias")}
-        return {names.get(place, place): entry for place, entry in self.file.tensors.items() if place not in FACTORS}
+        left = self.file.prediction_layers
+        return {
+            names.get(place, place): entry
+            for place, entry in self.file.tensors.items()
+            if place not in FACTORS and not place.startswith(left)
+        }
 
     def _place(self, name: str) -> str:
         stem, _, suffix = name.rpartition(".")

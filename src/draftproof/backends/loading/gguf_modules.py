@@ -18,7 +18,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from draftproof.backends.hf.backend import HFBackend
+from draftproof.backends.heads.published.mtp_qwen import TYPES as PREDICTING
+from draftproof.backends.heads.published.mtp_qwen import empty_layer
+from draftproof.backends.hf.backend import HFBackend, StoredPrediction
 from draftproof.backends.lean.layers import Norm, gate_of
 from draftproof.backends.lean.mixture import Mixture, StoredMixture
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
@@ -37,7 +39,7 @@ from draftproof.backends.loading.options import ACTIVATIONS
 from draftproof.backends.loading.stored_backends import StoredBackend, StoredSnapshotBackend, attention_name
 from draftproof.backends.products.packed_linear import StoredProduct, dense, fuse, let_go, plain_of
 from draftproof.backends.products.stored_modules import NativeNorm, StoredEmbedding, StoredGates, StoredLinear
-from draftproof.errors import reason
+from draftproof.errors import UserError, reason
 from draftproof.models.gguf_file import GGUFFile, generation_config
 from draftproof.native.ggml import StoredMatrix, why_not_joined
 
@@ -118,6 +120,14 @@ _SAME_INPUTS = (
     ("in_proj_qkvz", "in_proj_ba"),
 )
 """Linear layers of one module that are called with the same inputs, in this order."""
+
+_FIRST = "nextn.eh_proj.weight"  # every prediction layer has it
+_PREDICTION_NORMS = {
+    "enorm.weight": "nextn.enorm.weight",
+    "hnorm.weight": "nextn.hnorm.weight",
+    "post_norm.weight": "nextn.shared_head_norm.weight",
+}
+"""Norms of transformers' class of prediction layers, beside those of its decoder layer."""
 
 _UNTURNED = 1e20  # divisors of frequencies from here on leave heads as they are
 
@@ -502,17 +512,35 @@ def read_modules(
         tensors.check()
     tensors.tick = tick
     family = _ARCHITECTURES[file.get("general.architecture")]
-    model = _Filling(tensors, family, dtype).model
+    filling = _Filling(tensors, family, dtype)
+    model = filling.model
     for key, value in generation_config(file).items():
         setattr(model.generation_config, key, value)
     made = family.backend[tensors.bits is not None](model, name=name, check=check)
     made.facts = replace(made.facts, bits=tensors.bits)
+    if model.config.model_type in PREDICTING:
+        made.prediction = _prediction(filling, name)
     return made
+
+
+def _prediction(filling: _Filling, name: str) -> StoredPrediction:
+    """The prediction layer of a file, which is read when it is asked for."""
+
+    def read(model: Any) -> nn.Module:
+        try:
+            return filling.prediction_layer(model)
+        except UnreadError as cause:
+            raise UserError(
+                f"drafter mtp: the prediction layer of {name} cannot be read: {cause}; many files are written without "
+                "it, or hold it alone: take one that has it, or another drafter"
+            ) from cause
+
+    return StoredPrediction(filling.predicts, read)
 
 
 def _layers(file: GGUFFile) -> int:
     """Number of layers, without those that only predict further tokens."""
-    return int(named(file, "block_count")) - int(file.of_architecture("nextn_predict_layers", 0))
+    return int(named(file, "block_count")) - len(file.prediction_layers)
 
 
 def _common(file: GGUFFile) -> dict[str, Any]:
@@ -554,6 +582,7 @@ class _Filling:
         kind: Any = AutoModelForCausalLM
         file = tensors.file
         self._tensors = tensors
+        self._family = family
         self._dtype = dtype
         self._unread = set(file.tensors)
         fields = {**_common(file), **family.fields(file)}
@@ -573,17 +602,52 @@ class _Filling:
         self._output(tied=config.tie_word_embeddings)
         norm = model.get_submodule(last)
         norm.weight = self._parameter(source, "", norm.weight.shape)
-        experts = experts_of(file, whole=True) if file.of_architecture("expert_count") else None
+        self._experts = experts_of(file, whole=True) if file.of_architecture("expert_count") else None
         for number, layer in enumerate(inner.layers):
-            if experts is not None:
-                setattr(layer, family.mixture, self._mixture(f"blk.{number}.", experts, family.activation))
-                family.route(layer)
+            self._mix(layer, f"blk.{number}.")
             self._layer(layer, f"blk.{number}.")
         family.finish(inner)
-        beyond = tuple(f"blk.{number}." for number in range(len(inner.layers), int(named(file, "block_count"))))
-        left = sorted(each for each in self._unread if not each.startswith(beyond) and not each.endswith(family.spare))
+        self._refuse_left(each for each in self._unread if not each.startswith(file.prediction_layers))
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the file has a prediction layer, whatever its metadata say."""
+        file = self._tensors.file
+        return any(at + _FIRST in file.tensors for at in file.prediction_layers)
+
+    def prediction_layer(self, model: Any) -> nn.Module:
+        """transformers' class of the file's prediction layer, over the model.
+
+        Args:
+            model: that was made here, or a form of it.
+
+        Raises:
+            UnreadError: there is none, there are several, or tensors that do not fit.
+        """
+        places = self._tensors.file.prediction_layers
+        if not self.predicts or len(places) > 1:
+            there = f"{len(places)} layers (nextn_predict_layers)" if self.predicts else f"no tensor {_FIRST}"
+            raise UnreadError(f"expected one layer behind the others, and the file has {there}")
+        (at,), made = places, empty_layer(model)
+        (layer,) = made.layers
+        own = {name: TensorSource((place,), change=_minus_one) for name, place in _PREDICTION_NORMS.items()}
+        inner = {f"mtp_block.{name}": source for name, source in self._family.sources(model.config).items()}
+        self._sources = {"eh_proj": "nextn.eh_proj", **own, **inner}
+        self._mix(layer.mtp_block, at)
+        self._layer(layer, at)
+        self._refuse_left(each for each in self._unread if each.startswith(at))
+        return made.requires_grad_(requires_grad=False).train(mode=False)
+
+    def _refuse_left(self, names: Iterable[str]) -> None:
+        left = sorted(each for each in names if not each.endswith(self._family.spare))
         if left:
             raise UnreadError(f"its tensors have too much: {', '.join(left[:3])}")
+
+    def _mix(self, layer: nn.Module, at: str) -> None:
+        """Fill the mixture of experts of a layer, if there is one."""
+        if self._experts is not None:
+            setattr(layer, self._family.mixture, self._mixture(at, self._experts, self._family.activation))
+            self._family.route(layer)
 
     def _embedding(self, module: Any, place: str) -> nn.Module:
         table, factor = self._matrix(place), float(getattr(module, "scalar_embed_scale", 1.0))

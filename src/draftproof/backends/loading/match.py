@@ -146,7 +146,8 @@ def reads(where: Path) -> Reads:
     """
     if is_gguf(where):
         file = GGUFFile(where)
-        sizes = {name: entry.nbytes for name, entry in file.tensors.items()}
+        ahead = file.prediction_layers
+        sizes = {name: entry.nbytes for name, entry in file.tensors.items() if not name.startswith(ahead)}
         left, mark = ("token_embd.weight", "output.weight"), "_exps."
         count, chosen = (file.of_architecture(f"expert_{kind}") for kind in ("count", "used_count"))
     else:

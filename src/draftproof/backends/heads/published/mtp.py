@@ -1,5 +1,7 @@
 """Prediction layers that a checkpoint has of its own (MTP), as transformers reads them for its assisted generation.
 
+Those of a GGUF file are filled in by what read the model (`HFBackend.prediction`).
+
 A layer joins the embedding of a token with the state before it, and runs one decoder layer of the model's own class on
 that (DeepSeek-V3, arXiv 2412.19437). Embedding and output layer are the model's.
 """
@@ -102,6 +104,8 @@ def has_prediction_layers(target: SlotBackend) -> bool:
     """Whether the files of a target's checkpoint are here and have such layers, as far as can be told unread."""
     if not isinstance(target, HFBackend) or not target.capabilities.hidden:
         return False
+    if target.prediction is not None:
+        return target.prediction.found
     if target.config.model_type in mtp_qwen.TYPES:
         return mtp_qwen.has_layer(target.model)
     count = getattr(target.model.config.get_text_config(), _LAYERS, None)
@@ -113,6 +117,8 @@ def _load(target: SlotBackend) -> Any:
 
     if not isinstance(target, HFBackend):
         raise _none(target)
+    if target.prediction is not None:
+        return target.prediction.read(target.model)
     model, own = target.model, target.config.model_type in mtp_qwen.TYPES
     if own:
         model = mtp_qwen.described(model, target.name)
@@ -134,8 +140,8 @@ def _load(target: SlotBackend) -> Any:
 def _none(target: SlotBackend) -> UserError:
     return UserError(
         f"drafter mtp: {target.name} has no prediction layers of its own that are read here ({_LAYERS} in its config, "
-        "as DeepSeek-V3, GLM-4.5 and Mellum have them, or tensors mtp.*, as Qwen3-Next and Qwen3.5 have them); legal "
-        "are such a target, mtp:HEAD with a head in the layout of speculators, and every other drafter"
+        "as DeepSeek-V3, GLM-4.5 and Mellum have them, or tensors mtp.*, as Qwen3-Next and Qwen3.5 have them; nextn.* in "
+        ".gguf files of these two); legal are such a target, mtp:HEAD with a head in the layout of speculators, and every other drafter"
     )
 
 
@@ -164,7 +170,8 @@ def _check(layer: HeadBackend, mtp: Any, target: SlotBackend, name: str) -> None
         owner.close()
         if session is not None:
             session.close()
-    if not error < _TOLERANCE[target.dtype]:
+    rounded = isinstance(target, HFBackend) and target.rounds_inputs  # last digits can become the next step of 8 bits
+    if not error < _TOLERANCE[torch.bfloat16 if rounded else target.dtype]:
         raise UserError(
             f"drafter mtp: the logits of the {name} differ from transformers' own by {error:.2g} here, so they cannot "
             "draft: use another drafter"

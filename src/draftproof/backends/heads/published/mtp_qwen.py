@@ -73,10 +73,7 @@ def from_head(files: HeadFiles, model: Any) -> Any:
     Raises:
         UserError: weights that are missing, of another shape, or unknown.
     """
-    from transformers.modeling_layers import MtpModel
-
-    with torch.device("meta"):  # its weights come from the files
-        made = MtpModel(_twin(model), 1)
+    made = empty_layer(model)
     own = {name: weight for name, weight in made.state_dict().items() if name.startswith("layers.")}
     for name, weight in own.items():
         part, _, rest = name.removeprefix("layers.0.").partition(".")
@@ -84,6 +81,14 @@ def from_head(files: HeadFiles, model: Any) -> Any:
         own[name] = files.take(f"mtp_layers.0.{there}", weight.shape).to(model.device, model.dtype)
     made.load_state_dict(own, strict=False, assign=True)
     return made.requires_grad_(requires_grad=False).train(mode=False)
+
+
+def empty_layer(model: Any) -> Any:
+    """transformers' class of such a layer over a model, whose own weights are to be filled in."""
+    from transformers.modeling_layers import MtpModel
+
+    with torch.device("meta"):
+        return MtpModel(_twin(model), 1)
 
 
 def _twin(model: Any) -> Any:
