@@ -100,9 +100,15 @@ def check(kind: str, name: str, under: str, extra: tuple[str, ...], arguments: l
             cross_compile(runs, out)
         environment = os.environ | {LIBRARY: str(out), LEVEL: name, "OMP_NUM_THREADS": "2"}
         if kind == "sanitize":
-            command = ["gcc", "-print-file-name=libasan.so"]
-            asan = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-            environment |= {"LD_PRELOAD": asan, "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+            found = []
+            for name_of in ("libasan.so", "libstdc++.so.6"):  # without the second, torch's exceptions end the process
+                command = ["gcc", f"-print-file-name={name_of}"]
+                found.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+            environment |= {
+                "LD_PRELOAD": " ".join(found),
+                "ASAN_OPTIONS": "detect_leaks=0",
+                "UBSAN_OPTIONS": "print_stacktrace=1",
+            }
         print(f"== {kind} {name}", flush=True)
         return subprocess.run([sys.executable, __file__, "run", *arguments], env=environment, check=False).returncode
 
