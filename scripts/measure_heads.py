@@ -14,8 +14,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -99,28 +98,24 @@ def written(name: str, folder: Path, target: Any, length: int) -> Path:
     return made
 
 
-def replaced(drafter: Drafter, known: Sequence[int], length: int, rate: float, vocab: int) -> Drafter:
-    """The drafter, whose tokens are replaced by known ones after it has drafted."""
-    oracle, own = Oracle(known, length, rate), drafter.propose
-
-    def propose(requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
-        own(requests, rng)
-        return [with_probabilities(each, vocab, torch.float32) for each in oracle.propose(requests, rng)]
-
-    drafter.propose = propose  # type: ignore[method-assign] # of this one drafter
-    return drafter
-
-
-def turns(target: Any, make: Callable[[], Drafter], known: list[int], rate: float, options: Any) -> dict[str, Any]:
-    """Requests with drafts and without, in turns."""
-    vocab, pairs = target.vocab_size, []
+def turns(target: Any, drafter: Drafter, known: list[int], rate: float, options: Any) -> dict[str, Any]:
+    """Requests with drafts, whose tokens are replaced by known ones after they were drafted, and without, in turns."""
+    own, pairs = drafter.propose, []
     for number in range(options.repeats):
         made: dict[bool, Run] = {}
         for drafts in (True, False) if number % 2 else (False, True):
-            drafter = replaced(make(), known, options.length, rate, vocab) if drafts else NoDrafter()
-            made[drafts] = run(target, drafter, options.tokens)
+            oracle = Oracle(known, options.length, rate)
+
+            def replaced(requests: Sequence[DraftRequest], rng: RoundRng, oracle: Oracle = oracle) -> list[Draft]:
+                own(requests, rng)
+                drafted = oracle.propose(requests, rng)
+                return [with_probabilities(each, target.vocab_size, torch.float32) for each in drafted]
+
+            drafter.propose = replaced  # type: ignore[method-assign] # of this one drafter
+            made[drafts] = run(target, drafter if drafts else NoDrafter(), options.tokens)
         assert made[True].tokens == made[False].tokens == known, "the same tokens"
         pairs.append(made)
+    drafter.propose = own  # type: ignore[method-assign]
     costs = [made[True].round_ms / made[False].round_ms for made in pairs]
     tokens = pairs[-1][True].per_round
     return {
@@ -142,8 +137,9 @@ def measure(name: str, target: Any, heads: Sequence[str], options: argparse.Name
         with tempfile.TemporaryDirectory() as place:
             head = None if kind == "mtp" else written(kind, Path(place) / "head", target, options.length)
             spec = kind if head is None else f"{kind}:{head}"
-            make = partial(make_drafter, spec, target=target, draft=None, stopper=f"fixed:{options.length}")
-            found[kind] = {rate: turns(target, make, known, rate, options) for rate in RATES}
+            drafter = make_drafter(spec, target=target, draft=None, stopper=f"fixed:{options.length}")
+            found[kind] = {rate: turns(target, drafter, known, rate, options) for rate in RATES}
+        del drafter  # the next one may need the memory
     return found
 
 
