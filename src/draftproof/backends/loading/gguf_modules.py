@@ -526,7 +526,7 @@ def read_modules(
 def _prediction(filling: _Filling, name: str) -> StoredPrediction:
     """The prediction layer of a file, which is read when it is asked for."""
 
-    def read(model: Any) -> nn.Module:
+    def read(model: Any) -> Any:
         try:
             return filling.prediction_layer(model)
         except UnreadError as cause:
@@ -615,7 +615,7 @@ class _Filling:
         file = self._tensors.file
         return any(at + _FIRST in file.tensors for at in file.prediction_layers)
 
-    def prediction_layer(self, model: Any) -> nn.Module:
+    def prediction_layer(self, model: Any) -> Any:
         """transformers' class of the file's prediction layer, over the model.
 
         Args:
