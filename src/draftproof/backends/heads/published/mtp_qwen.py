@@ -41,7 +41,7 @@ _PARTS = {  # of transformers' class: their names in heads of speculators
     "hnorm": "hidden_layernorm",
     "enorm": "token_layernorm",
 }
-_FIRST = "mtp.fc.weight"  # every such layer has it
+FIRST = "mtp.fc.weight"  # every such layer has it
 _log = logging.getLogger(__name__)
 _SHARED = ("mtp.embed_tokens.", "mtp.lm_head.", "mtp.shared_head.")
 
@@ -97,7 +97,7 @@ def is_here(model: Any) -> bool:
 def has_layer(model: Any) -> bool:
     """Whether the checkpoint of a model is here and has such a layer."""
     try:
-        return _FIRST in _tensors(model, "")
+        return FIRST in _tensors(model, "")
     except UserError:
         return False
 
@@ -197,9 +197,9 @@ def _folder(source: str) -> Path:
 
 
 def _checked(tensors: Mapping[str, Any], name: str) -> None:
-    if _FIRST not in tensors:
+    if FIRST not in tensors:
         raise UserError(
-            f"drafter mtp: the checkpoint of {name} has no prediction layer (no tensor {_FIRST}), whatever its "
+            f"drafter mtp: the checkpoint of {name} has no prediction layer (no tensor {FIRST}), whatever its "
             "config says, as many conversions are published: use another drafter"
         )
     if any(each.startswith("mtp.layers.1.") for each in tensors):
