@@ -82,11 +82,12 @@ def match(
     if not 0 < accepted < 1:
         raise UserError(f"accepted: expected a number between 0 and 1, got {accepted}")
     from draftproof.backends.loading.load import load
-    from draftproof.backends.loading.match import matches
+    from draftproof.backends.loading.match import matches, own_layer
 
     obtain(target)
     with quiet_libraries():
-        found = matches(load(target), folder or ())
+        own = own_layer(target)
+        found = [*filter(None, [own]), *matches(load(target), folder or ())]
     if as_json:
         rows = [
             {**vars(each), "share": each.share if each.nbytes else None}  # JSON has no infinity
@@ -103,7 +104,8 @@ def match(
         )
         if each.shared is not None:
             fits += f"; other vocabulary: {100 * each.shared:.0f}% shared"
-        typer.echo(f"{each.name}  {fits if not each.why_not else f'no: {each.why_not}'}")
+        name = "its own prediction layer (--drafter mtp; auto takes it)" if each is own else each.name
+        typer.echo(f"{name}  {fits if not each.why_not else f'no: {each.why_not}'}")
     if not found:
         note(f"no other models here; search further with --in DIR, or look for a small model of the family of {target}")
 

@@ -9,8 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed, Session, unread
-from draftproof.backends.heads.published.mtp import mtp_backend
+from draftproof.backends.heads.published.mtp import MtpNet, mtp_backend
 from draftproof.backends.heads.published.mtp_head import mtp_head_backend
+from draftproof.backends.heads.published.mtp_qwen import HybridMtpNet
 from draftproof.backends.hf.generate import PlainBackend
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.loading.by_name import load_backend
@@ -99,6 +100,21 @@ def test_every_step_is_that_of_a_direct_computation(name, fields, tmp_path):
         assert largest(found, by_hand) < 1e-5
         assert found.abs().max() > 0.3
         target.forward([Feed(owner, unread(owner, TOKENS[:known]), TokenTree.chain(torch.tensor(TOKENS[known:])))])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.inference_mode()
+def test_native_code_computes_what_transformers_modules_do(name, tmp_path, monkeypatch):
+    """Over a prompt and over single tokens; the second head is that of a target that native code does not read."""
+    target = target_of(written(tmp_path, name))
+    native = mtp_backend(target)
+    owner = target.open()
+    target.forward([Feed(owner, TOKENS[:9])])
+    monkeypatch.setattr(target, "lean", None)
+    monkeypatch.setattr(target, "packs", False)
+    heads = native, mtp_backend(target)
+    assert [type(head.net) for head in heads] == [HybridMtpNet, MtpNet]
+    assert 0 < largest(*(drafted(head, head.follow(owner), TOKENS[1:10], TOKENS[10:13]) for head in heads)) < 1e-5
 
 
 def test_the_states_are_those_after_the_final_norm(tmp_path):

@@ -58,10 +58,8 @@ def drafted(head, states, further=3):
     owner.remember(states)
     owner.read(TOKENS[:known])
     session = head.follow(owner)
-    found = [head.forward([Feed(session, TOKENS[1 : known + 1])])[0].logits[-1]]
-    for token in TOKENS[known + 1 : known + 1 + further]:
-        found.append(head.forward([Feed(session, [token])])[0].logits[-1])
-    return torch.stack(found)
+    feeds = [TOKENS[1 : known + 1], *([token] for token in TOKENS[known + 1 : known + 1 + further])]
+    return torch.stack([head.forward([Feed(session, tokens)])[0].logits[-1] for tokens in feeds])
 
 
 def off(found, expected):

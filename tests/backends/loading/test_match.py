@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from draftproof import Engine, UserError, models
 from draftproof.backends.loading import match
 from draftproof.backends.loading.load import load
-from draftproof.backends.loading.match import VERIFIED, Match, Reads, matches, reads
+from draftproof.backends.loading.match import VERIFIED, Match, Reads, matches, own_layer, reads
 from draftproof.cli import app
 from draftproof.embedded import draft_dir, stories_draft_dir, stories_target_dir, target_dir
 from draftproof.engine import engine
@@ -21,6 +21,7 @@ from draftproof.models.found import found_checkpoints
 from draftproof.models.gguf_file import GGUFFile
 from draftproof.models.layers import truncated_copy
 from support.gguf_modules import module_model, write_modules
+from support.qwen_mtp import tensors_of, written_with
 from support.vocabularies import renumbered
 
 ROOT = Path(__file__).parents[3]
@@ -142,6 +143,39 @@ def test_a_mixture_in_a_gguf_file_reads_the_experts_of_a_token(tmp_path):
     assert round(found.of(1)) == sum(entry.nbytes for entry in file.read_for_a_token)
     assert 0 < found.chosen < 1
     assert found.of(1) < found.of(2) < 2 * found.of(1)
+
+
+@pytest.mark.parametrize("name", ["qwen35", "qwen35, tied"])
+def test_a_gguf_file_reads_its_output_layer_and_no_other_table(name, tmp_path):
+    write_modules(tmp_path / "x.gguf", module_model(name), name, (8,))
+    file = GGUFFile(tmp_path / "x.gguf")
+    assert ("output.weight" in file.tensors) == ("tied" not in name)
+    assert reads(tmp_path / "x.gguf").of(1) == sum(entry.nbytes for entry in file.read_for_a_token)
+
+
+def test_a_prediction_layer_of_the_target_is_listed_first(folder, tmp_path):
+    model = module_model("qwen35")
+    own = tensors_of(model.config)
+    file, checkpoint = tmp_path / "predicting.gguf", tmp_path / "predicting"
+    write_modules(file, model, "qwen35", (8,), own=own)
+    checkpoint.mkdir()
+    written_with(checkpoint, model, own)
+    for where in (file, checkpoint):
+        layer, whole = own_layer(str(where)), reads(where)
+        output = model.lm_head.weight.numel()
+        sizes = output + sum(each.numel() for each in own.values()), whole.of(1)
+        assert layer.nbytes / sizes[0] == pytest.approx(34 / 32 if where == file else 4, rel=0.02)
+        assert layer.share == pytest.approx(layer.nbytes / sizes[1])
+        others = sum(each.numel() for each in model.parameters()) - model.model.embed_tokens.weight.numel()
+        assert whole.of(1) / others == pytest.approx(34 / 32 if where == file else 4, rel=0.02), "without that layer"
+    shown = CliRunner().invoke(app, ["models", "match", str(file), "--in", str(folder)]).stdout
+    assert shown.startswith("its own prediction layer (--drafter mtp; auto takes it)  0.00 GB for a token, 0.")
+    (row, *_) = json.loads(CliRunner().invoke(app, ["models", "match", str(file), "--json"]).stdout)
+    assert (row["name"], row["why_not"]) == ("mtp", "")
+    assert row["gain"] > 0
+    write_modules(file, model, "qwen35", (8,))
+    assert own_layer(str(file)) is None
+    assert own_layer("embedded:target") is None
 
 
 def test_the_gain_is_that_of_the_bytes():

@@ -42,7 +42,7 @@ class StoredPrediction:
     """
 
     found: bool
-    read: Callable[[Any], nn.Module]
+    read: Callable[[Any], Any]
 
 
 class HFBackend(SlotBackend):

@@ -205,13 +205,19 @@ class HybridLean(Lean):
         heads = {_heads_of(each) for each in attentions}
         if len(heads) > 1:
             raise UnreadError("its attention differs from layer to layer")
-        self.layers = [
-            HybridLayer(layer, number, family, self.traits, heads=next(iter(heads)))
-            for number, layer in enumerate(inner.layers)
-        ]
+        self._family, self._heads = family, next(iter(heads))
+        self.layers = [self.layer_like(layer, number) for number, layer in enumerate(inner.layers)]
         self.mixers: list[Mixer] = [layer.mixer for layer in self.layers if layer.mixer is not None]
         self.run_layers = NativeLayers(self.layers)
         self._pieces = {}
+
+    def layer_like(self, layer: Any, number: int) -> HybridLayer:
+        """A layer of the same family, whose keys and values have this number in a cache.
+
+        Raises:
+            UnreadError: a part that is not known here.
+        """
+        return HybridLayer(layer, number, self._family, self.traits, heads=self._heads)
 
     @property
     @override

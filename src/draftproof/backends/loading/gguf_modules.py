@@ -518,15 +518,22 @@ def read_modules(
         setattr(model.generation_config, key, value)
     made = family.backend[tensors.bits is not None](model, name=name, check=check)
     made.facts = replace(made.facts, bits=tensors.bits)
-    if model.config.model_type in PREDICTING:
-        made.prediction = _prediction(filling, name)
+    if family.kind in PREDICTING:
+        made.prediction = _prediction(filling, file, name)
     return made
 
 
-def _prediction(filling: _Filling, name: str) -> StoredPrediction:
+def predicts(file: GGUFFile) -> bool:
+    """Whether a file has a prediction layer of a kind that is read here, whatever its metadata say."""
+    family = _ARCHITECTURES.get(file.get("general.architecture"))
+    known = family is not None and family.kind in PREDICTING
+    return known and any(at + _FIRST in file.tensors for at in file.prediction_layers)
+
+
+def _prediction(filling: _Filling, file: GGUFFile, name: str) -> StoredPrediction:
     """The prediction layer of a file, which is read when it is asked for."""
 
-    def read(model: Any) -> nn.Module:
+    def read(model: Any) -> Any:
         try:
             return filling.prediction_layer(model)
         except UnreadError as cause:
@@ -535,7 +542,7 @@ def _prediction(filling: _Filling, name: str) -> StoredPrediction:
                 "it, or hold it alone: take one that has it, or another drafter"
             ) from cause
 
-    return StoredPrediction(filling.predicts, read)
+    return StoredPrediction(predicts(file), read)
 
 
 def _layers(file: GGUFFile) -> int:
@@ -609,13 +616,7 @@ class _Filling:
         family.finish(inner)
         self._refuse_left(each for each in self._unread if not each.startswith(file.prediction_layers))
 
-    @property
-    def predicts(self) -> bool:
-        """Whether the file has a prediction layer, whatever its metadata say."""
-        file = self._tensors.file
-        return any(at + _FIRST in file.tensors for at in file.prediction_layers)
-
-    def prediction_layer(self, model: Any) -> nn.Module:
+    def prediction_layer(self, model: Any) -> Any:
         """transformers' class of the file's prediction layer, over the model.
 
         Args:
@@ -624,9 +625,9 @@ class _Filling:
         Raises:
             UnreadError: there is none, there are several, or tensors that do not fit.
         """
-        places = self._tensors.file.prediction_layers
-        if not self.predicts or len(places) > 1:
-            there = f"{len(places)} layers (nextn_predict_layers)" if self.predicts else f"no tensor {_FIRST}"
+        file, places = self._tensors.file, self._tensors.file.prediction_layers
+        if not predicts(file) or len(places) > 1:
+            there = f"{len(places)} layers (nextn_predict_layers)" if predicts(file) else f"no tensor {_FIRST}"
             raise UnreadError(f"expected one layer behind the others, and the file has {there}")
         (at,), made = places, empty_layer(model)
         (layer,) = made.layers

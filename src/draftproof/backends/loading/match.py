@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from draftproof import models
+from draftproof.backends.heads.published.mtp_qwen import FIRST
+from draftproof.backends.heads.published.mtp_qwen import TYPES as PREDICTING
+from draftproof.backends.loading.gguf_modules import predicts
 from draftproof.backends.loading.load import LoadedModel, load
 from draftproof.backends.loading.tokenization import share_of_text, shared_tokens
 from draftproof.errors import UserError
@@ -138,27 +141,53 @@ def _match(name: str, target: LoadedModel, whole: Reads, held: Mapping[str, Path
     return Match(name, nbytes, share, "", shared, growth)
 
 
-def reads(where: Path) -> Reads:
+def own_layer(target: str) -> Match | None:
+    """The target's own prediction layer as what drafts for it; None where it has none that is read here.
+
+    It reads its layer and the output layer.
+    """
+    where = _where(target, {each.name: each.path for each in found_checkpoints()})
+    try:
+        if is_gguf(where):
+            found = predicts(GGUFFile(where))
+        else:
+            config = read_object(where / "config.json", "the config of a model")
+            found = (config.get("text_config") or config).get("model_type") in PREDICTING
+            found = found and any(FIRST in _sizes(path) for path in weight_files(where))
+        if not found:
+            return None
+        whole, ahead = reads(where), reads(where, ahead=True)
+    except (UserError, OSError, KeyError, ValueError):
+        return None
+    growth = tuple(whole.of(rows) / whole.of(1) for rows in range(2, _MOST_DRAFTED + 2)) if whole.experts else ()
+    return Match("mtp", round(ahead.of(1)), ahead.of(1) / whole.of(1), "", growth=growth)
+
+
+def reads(where: Path, *, ahead: bool = False) -> Reads:
     """What a model reads: all but the embedding, where the output layer has a table of its own.
+
+    Args:
+        where: its file or directory.
+        ahead: of the prediction layer in it, with the output layer, instead of what plain decoding reads.
 
     Raises:
         OSError, KeyError, ValueError, UserError: it cannot be read.
     """
     if is_gguf(where):
         file = GGUFFile(where)
-        ahead = file.prediction_layers
-        sizes = {name: entry.nbytes for name, entry in file.tensors.items() if not name.startswith(ahead)}
-        left, mark = ("token_embd.weight", "output.weight"), "_exps."
+        sizes = {name: entry.nbytes for name, entry in file.tensors.items()}
+        left, mark, own = ("token_embd.weight", "output.weight"), "_exps.", file.prediction_layers
         count, chosen = (file.of_architecture(f"expert_{kind}") for kind in ("count", "used_count"))
     else:
         sizes = {name: size for path in weight_files(where) for name, size in _sizes(path).items()}
-        left, mark = ("embed_tokens.weight", "lm_head.weight"), ".experts."
+        left, mark, own = ("embed_tokens.weight", "lm_head.weight"), ".experts.", ("mtp.",)
         config = read_object(where / "config.json", "the config of a model")
         count, chosen = (_named(config, names) for names in (_COUNTS, _CHOSEN))
-    untied = any(name.endswith(left[1]) for name in sizes)
-    read = {name: size for name, size in sizes.items() if not (untied and name.endswith(left[0]))}
-    experts = sum(size for name, size in read.items() if mark in name) if count and chosen else 0
-    return Reads(sum(read.values()) - experts, experts, chosen / count if experts else 1.0)
+    embedding, output = ([name for name in sizes if f".{name}".endswith(f".{each}")] for each in left)
+    read = {name for name in sizes if name.startswith(own) == ahead} - {*embedding, *output}
+    read |= {*(output or embedding)}
+    experts = sum(sizes[name] for name in read if mark in name) if count and chosen else 0
+    return Reads(sum(sizes[name] for name in read) - experts, experts, chosen / count if experts else 1.0)
 
 
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")

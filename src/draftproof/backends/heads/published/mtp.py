@@ -91,11 +91,11 @@ def checked_layers(mtp: Any, target: SlotBackend, name: str) -> list[HeadBackend
         raise UserError(
             f"the {name} are of kinds {', '.join(sorted(kinds))}: expected full_attention and sliding_attention"
         )
-    read = natively(mtp)
-    layers = [
-        HeadBackend(target, MtpNet(read, number, target), f"{name}, number {number}", back=0)
-        for number in range(len(mtp.layers))
-    ]
+    native = mtp_qwen.native_net(mtp, target)
+    read = mtp if native is not None else natively(mtp)
+    nets: list[HeadNet] = [MtpNet(read, number, target) for number in range(len(mtp.layers))]
+    nets = nets if native is None else [native]
+    layers = [HeadBackend(target, net, f"{name}, number {number}", back=0) for number, net in enumerate(nets)]
     _check(layers[0], mtp, target, name)
     return layers
 
@@ -140,8 +140,9 @@ def _load(target: SlotBackend) -> Any:
 def _none(target: SlotBackend) -> UserError:
     return UserError(
         f"drafter mtp: {target.name} has no prediction layers of its own that are read here ({_LAYERS} in its config, "
-        "as DeepSeek-V3, GLM-4.5 and Mellum have them, or tensors mtp.*, as Qwen3-Next and Qwen3.5 have them; nextn.* in "
-        ".gguf files of these two); legal are such a target, mtp:HEAD with a head in the layout of speculators, and every other drafter"
+        "as DeepSeek-V3, GLM-4.5 and Mellum have them; or, as Qwen3-Next and Qwen3.5 have them, tensors mtp.*, and "
+        "nextn.* in .gguf files); legal are such a target, mtp:HEAD with a head in the layout of speculators, and "
+        "every other drafter"
     )
 
 

@@ -8,6 +8,7 @@ others name none.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +17,19 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from typing_extensions import override
 
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.base import Flat, LayeredNet, Passes
 from draftproof.backends.heads.published.files import HeadFiles
 from draftproof.backends.hf.truncate import shallow
+from draftproof.backends.lean.attention import Pass
+from draftproof.backends.lean.hybrid import HybridLean
+from draftproof.backends.lean.inputs import whole_product
+from draftproof.backends.lean.layers import Norm
+from draftproof.backends.lean.native_layers import NativeLayers
+from draftproof.backends.lean.snapshots import LeanSnapshotBackend
+from draftproof.backends.lean.traits import UnreadError
 from draftproof.errors import UserError, reason
 from draftproof.models.found import weight_files
 
@@ -30,8 +41,48 @@ _PARTS = {  # of transformers' class: their names in heads of speculators
     "hnorm": "hidden_layernorm",
     "enorm": "token_layernorm",
 }
-_FIRST = "mtp.fc.weight"  # every such layer has it
+FIRST = "mtp.fc.weight"  # every such layer has it
+_log = logging.getLogger(__name__)
 _SHARED = ("mtp.embed_tokens.", "mtp.lm_head.", "mtp.shared_head.")
+
+
+class HybridMtpNet(LayeredNet):
+    """The network of such a layer by native code, where that reads the target.
+
+    Args:
+        mtp: transformers' class of the layer.
+        lean: the target's forward pass.
+
+    Raises:
+        UnreadError: a part that is not known there.
+    """
+
+    def __init__(self, mtp: Any, lean: HybridLean) -> None:
+        (outer,) = mtp.layers
+        layer = lean.layer_like(outer.mtp_block, 0)
+        self.width = layer.size
+        self.embed, self.logits = lean.embed, lean.logits
+        norms = (outer.enorm, outer.hnorm, outer.post_norm)
+        self._embedded, self._given, self._norm = (Norm(each, offset=lean.traits.offset) for each in norms)
+        self._project = whole_product(outer.eh_proj)
+        self._layers = NativeLayers([layer])
+        self._passes = Passes(lean.rope, layer.attention, {layer.kind: None})
+
+    @override
+    def _run(self, x: Flat, embedded: Flat, at: Pass, masks: dict[str, Any]) -> Flat:
+        x = self._project(torch.cat([self._embedded(embedded), self._given(x)], -1))
+        return self._norm(self._layers(x, at, masks))
+
+
+def native_net(mtp: Any, target: SlotBackend) -> HybridMtpNet | None:
+    """The network by native code; None where transformers' own modules compute it."""
+    if not isinstance(target, LeanSnapshotBackend) or target.lean is None:
+        return None
+    try:
+        return HybridMtpNet(mtp, target.lean)
+    except UnreadError as cause:
+        _log.info("the prediction layer of %s is read by transformers' own modules: %s", target.name, cause)
+        return None
 
 
 def is_here(model: Any) -> bool:
@@ -46,7 +97,7 @@ def is_here(model: Any) -> bool:
 def has_layer(model: Any) -> bool:
     """Whether the checkpoint of a model is here and has such a layer."""
     try:
-        return _FIRST in _tensors(model, "")
+        return FIRST in _tensors(model, "")
     except UserError:
         return False
 
@@ -146,9 +197,9 @@ def _folder(source: str) -> Path:
 
 
 def _checked(tensors: Mapping[str, Any], name: str) -> None:
-    if _FIRST not in tensors:
+    if FIRST not in tensors:
         raise UserError(
-            f"drafter mtp: the checkpoint of {name} has no prediction layer (no tensor {_FIRST}), whatever its "
+            f"drafter mtp: the checkpoint of {name} has no prediction layer (no tensor {FIRST}), whatever its "
             "config says, as many conversions are published: use another drafter"
         )
     if any(each.startswith("mtp.layers.1.") for each in tensors):
