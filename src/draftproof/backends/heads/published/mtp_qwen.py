@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ _PARTS = {  # of transformers' class: their names in heads of speculators
     "hnorm": "hidden_layernorm",
     "enorm": "token_layernorm",
 }
+_OUTER = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
 FIRST = "mtp.fc.weight"  # every such layer has it
 _log = logging.getLogger(__name__)
 _EXPERTS = "mlp.experts.down_proj"
@@ -117,7 +118,7 @@ def described(model: Any, name: str) -> Any:
             f"drafter mtp: the prediction layer of {name} has an embedding of its own (mtp_use_dedicated_embeddings), "
             "which is not read here: use another drafter"
         )
-    _checked(_tensors(model, name), name)
+    refuse_other(_tensors(model, name), name)
     return _twin(model)
 
 
@@ -143,6 +144,11 @@ def empty_layer(model: Any) -> Any:
 
     with torch.device("meta"):
         return MtpModel(_twin(model), 1)
+
+
+def name_in_checkpoint(part: str) -> str:
+    """What a checkpoint calls a module of transformers' class of such a layer."""
+    return f"mtp.{_OUTER[part]}" if part in _OUTER else part.replace("mtp_block.", "mtp.layers.0.", 1)
 
 
 def _twin(model: Any) -> Any:
@@ -223,8 +229,9 @@ def _folder(source: str) -> Path:
     return Path(str(cached_file(source, "config.json", local_files_only=True))).parent
 
 
-def _checked(tensors: Mapping[str, Any], name: str) -> None:
-    if FIRST not in tensors:
+def refuse_other(tensors: Collection[str], name: str) -> None:
+    """Refuse a checkpoint whose tensors `mtp.*` are no layer, several, or one with an embedding of its own."""
+    if not any(each.startswith(FIRST.removesuffix("weight")) for each in tensors):
         raise UserError(
             f"drafter mtp: the checkpoint of {name} has no prediction layer (no tensor {FIRST}), whatever its "
             "config says, as many conversions are published: use another drafter"
