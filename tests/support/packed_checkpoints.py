@@ -4,7 +4,7 @@ import json
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from draftproof.backends.base import Feed
 from draftproof.backends.loading.options import LoadOptions
@@ -216,6 +216,19 @@ def checkpoint(folder, method, group=128, kind="llama", config=None):
     if method != "float":
         del model.config.quantization_config
     return model
+
+
+def with_prediction(folder, method, own, group=64):
+    """Add the tensors `mtp.*` of a prediction layer to a checkpoint, packed, and return those that they stand for."""
+    tensors, stands = load_file(folder / "model.safetensors"), {}
+    for name, weight in own.items():
+        if "_proj.weight" in name:
+            made, stands[name] = tensors_of(method, weight, group)
+            tensors |= {name.removesuffix("weight") + each: value.contiguous() for each, value in made.items()}
+        else:
+            tensors[name] = stands[name] = weight
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return stands
 
 
 def of_experts(method, name, weight, group, config):

@@ -1,5 +1,6 @@
 """Random checkpoints of Qwen3-Next and Qwen3.5 with their prediction layer, and the same computed plainly for tests."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -72,6 +73,33 @@ def written_with(folder, model, own):
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, **own}, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def in_blocks(folder, block=16):
+    """Make the matrices of layers of a checkpoint FP8 with a scale for each block, as Qwen publishes them.
+
+    Returns:
+        The tensors `mtp.*` with the numbers that they stand for then.
+    """
+    tensors, stands = load_file(folder / "model.safetensors"), {}
+    for name, weight in list(tensors.items()):
+        if name.endswith("_proj.weight") and ".linear_attn." not in name:
+            grid = weight.view(weight.shape[0] // block, block, weight.shape[1] // block, block)
+            scales = grid.abs().amax((1, 3)) / 448
+            small = (grid / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+            tensors |= {name: small.view_as(weight), f"{name}_scale_inv": scales}
+            stands[name] = (small.float() * scales[:, None, :, None]).view_as(weight)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "weight_block_size": [block, block],
+        "activation_scheme": "dynamic",
+        "modules_to_not_convert": ["lm_head", "mtp.fc"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    own = {name: value for name, value in tensors.items() if name.startswith("mtp.") and not name.endswith("_inv")}
+    return {name: stands.get(name, value) for name, value in own.items()}
 
 
 def own_tensors(folder):

@@ -20,7 +20,7 @@ from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.tree import TokenTree
 from support.architectures.tiny import tiny_config, tiny_model
 from support.helpers import assert_output_distribution, random_model
-from support.qwen_mtp import DATA, own_tensors, rows, written, written_with
+from support.qwen_mtp import DATA, in_blocks, own_tensors, rows, written, written_with
 
 FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 IDS = json.loads((DATA / "provenance.json").read_text())["tokens"]
@@ -128,6 +128,44 @@ def test_the_states_are_those_after_the_final_norm(tmp_path):
     output = target.output_rows(torch.arange(target.vocab_size))
     assert largest(owner.states[-1] @ output.T, logits) < 1e-5
     assert largest(owner.states_of((2,))[-1] @ output.T, logits) > 0.1, "before the norm"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.inference_mode()
+def test_a_layer_in_fp8_has_the_numbers_of_its_blocks(name, tmp_path):
+    folder = written(tmp_path, name)
+    plain, stands = own_tensors(folder), in_blocks(folder)
+    target = target_of(folder)
+    head, owner = mtp_backend(target), target.open()
+    target.forward([Feed(owner, TOKENS[:7])])
+    found = drafted(head, head.follow(owner), TOKENS[1:8], TOKENS[8:10])
+    assert largest(found, expected(target, folder, owner, 7, TOKENS[:10], stands)) < 1e-5
+    assert largest(found, expected(target, folder, owner, 7, TOKENS[:10], plain)) > 1e-3, "it was rounded"
+    greedy, drafter = (
+        Engine(target).generate(PROMPTS, GREEDY),
+        make_drafter("mtp", target=target, draft=None, stopper="fixed:3"),
+    )
+    outs = Engine(target, drafter, make_verifier("block")).generate(PROMPTS, GREEDY)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in greedy]
+    assert all(out.stats.num_draft_tokens > out.stats.num_drafts > 10 for out in outs)
+
+
+def _dequantizes_alone(conversion):
+    names = [type(each).__name__ for each in getattr(conversion, "operations", [])]
+    return names == ["Fp8Dequantize"]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next"])
+def test_a_layer_in_fp8_that_was_read_without_its_scales_is_refused(name, tmp_path):
+    """As transformers does where it computes the model itself in FP8, on a GPU."""
+    folder = written(tmp_path, name)
+    in_blocks(folder)
+    target = target_of(folder)
+    assert mtp_backend(target).deepest is None
+    kept = [each for each in target.model._weight_conversions if not _dequantizes_alone(each)]
+    target.model._weight_conversions = kept
+    with pytest.raises(UserError, match="was read without its scales"):
+        mtp_backend(target)
 
 
 def _swapped(value, dim):
@@ -330,8 +368,8 @@ def _narrow(own):
 REFUSED = {
     "its own embedding": (_beside("mtp.embed_tokens.weight", "mtp.fc.weight"), "has mtp.embed_tokens.weight beside"),
     "several layers": (_beside("mtp.layers.1.input_layernorm.weight", "mtp.norm.weight"), "several layers"),
-    "scales of few bits": (
-        _beside("mtp.fc.weight_scale_inv", "mtp.norm.weight"),
+    "scales of another form": (
+        _beside("mtp.fc.weight_scale", "mtp.norm.weight"),
         "hold .* numbers, and its prediction",
     ),
     "a missing tensor": (_without, "cannot be read .*weights are missing"),

@@ -21,6 +21,7 @@ from torch import Tensor
 from draftproof import native
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.windows import FULL, SLIDING
+from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanForward
 from draftproof.backends.lean.checkpoint import Weights
 from draftproof.backends.lean.traits import UnreadError
@@ -85,7 +86,10 @@ def read_packed(where: str, name: str, options: LoadOptions) -> SlotBackend | No
         _log.warning("%s is read by transformers and the packages of %s: %s is missing or odd", name, method, cause)
         return None
     changed = replace(options, dtype=str(dtype).removeprefix("torch."), quantization_config=layers)
-    return load_backend(name, changed)
+    made = load_backend(name, changed)
+    if isinstance(made, HFBackend):
+        made.prediction = layers.prediction
+    return made
 
 
 def _config(where: str) -> dict[str, Any]:

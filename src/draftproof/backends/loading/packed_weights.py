@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,11 @@ class PackedWeights(Weights):
         # names of the packed matrices, without ".weight"; all experts of a layer have one name
         self.packed = frozenset({*stems, *self._experts} - apart)
         self._places = {_RENAMED.sub(".mlp.", name): name for name in self._files}
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all tensors, as they are stored."""
+        return self._files.keys()
 
     def __contains__(self, name: str) -> bool:
         return name in self._files or name in self._places or self._is_packed(name)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from draftproof.backends.cache.slot_backend import SlotBackend
@@ -41,8 +42,11 @@ _PARTS = {  # of transformers' class: their names in heads of speculators
     "hnorm": "hidden_layernorm",
     "enorm": "token_layernorm",
 }
+_OUTER = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
 FIRST = "mtp.fc.weight"  # every such layer has it
 _log = logging.getLogger(__name__)
+_EXPERTS = "mlp.experts.down_proj"
+_SCALES = "_scale_inv"  # behind the name of a matrix in FP8: a scale for each of its blocks
 _SHARED = ("mtp.embed_tokens.", "mtp.lm_head.", "mtp.shared_head.")
 
 
@@ -114,7 +118,7 @@ def described(model: Any, name: str) -> Any:
             f"drafter mtp: the prediction layer of {name} has an embedding of its own (mtp_use_dedicated_embeddings), "
             "which is not read here: use another drafter"
         )
-    _checked(_tensors(model, name), name)
+    refuse_other(_tensors(model, name), name)
     return _twin(model)
 
 
@@ -142,6 +146,11 @@ def empty_layer(model: Any) -> Any:
         return MtpModel(_twin(model), 1)
 
 
+def name_in_checkpoint(part: str) -> str:
+    """What a checkpoint calls a module of transformers' class of such a layer."""
+    return f"mtp.{_OUTER[part]}" if part in _OUTER else part.replace("mtp_block.", "mtp.layers.0.", 1)
+
+
 def _twin(model: Any) -> Any:
     """The model with a config that says that it has one such layer, on the same weights."""
     config = model.config.get_text_config()
@@ -159,24 +168,48 @@ def _twin(model: Any) -> Any:
 
 
 def refuse_left(mtp: Any, model: Any, name: str) -> None:
-    """Refuse tensors that transformers left out of a prediction layer: its structure is another one then."""
-    there = sum(math.prod(shape) for shape in _tensors(model, name).values())
+    """Refuse a prediction layer that transformers read in part, or without the scales of its numbers of 8 bits."""
+    tensors = _tensors(model, name)
+    scaled = [each for each in tensors if each + _SCALES in tensors]
+    scales_of = {each + _SCALES for each in scaled}
+    there = sum(math.prod(part.get_shape()) for each, part in tensors.items() if each not in scales_of)
     read = sum(weights.numel() for weights in mtp.layers.parameters())
     if there != read:
         raise UserError(
             f"drafter mtp: the tensors mtp.* of {name} hold {there} numbers, and its prediction layer has {read} here; "
             "so its structure or its form of weights is another one: use another drafter"
         )
+    own = mtp.layers[0].mtp_block.state_dict()
+    if _EXPERTS in own:  # one stands for all, which are read in one operation
+        own["mlp.experts.0.down_proj.weight"] = own[_EXPERTS][0]
+    for each in scaled:
+        found = own.get(each.removeprefix("mtp.layers.0."))
+        if found is None:
+            continue
+        numbers, scales = (tensors[part][:].float() for part in (each, each + _SCALES))
+        whole = _scaled(numbers, scales).to(found.device, found.dtype)
+        if not torch.allclose(found, whole, rtol=2 * torch.finfo(found.dtype).eps, atol=0):
+            raise UserError(
+                f"drafter mtp: {each} of {name} was read without its scales, as where the model itself is computed in "
+                "FP8: load it as bfloat16 on a CPU, or use another drafter"
+            )
 
 
-def _tensors(model: Any, name: str) -> dict[str, list[int]]:
-    """The shapes of the checkpoint's tensors `mtp.*` by name."""
-    found: dict[str, list[int]] = {}
+def _scaled(numbers: Float[Tensor, "out in"], scales: Float[Tensor, "..."]) -> Float[Tensor, "out in"]:
+    """Numbers with a scale for each block, or one for all."""
+    each = scales if scales.dim() > 1 else scales.reshape(1, 1)
+    for dim, size in enumerate(numbers.shape):
+        each = each.repeat_interleave(-(-size // each.shape[dim]), dim).narrow(dim, 0, size)
+    return numbers * each
+
+
+def _tensors(model: Any, name: str) -> dict[str, Any]:
+    """The checkpoint's tensors `mtp.*` by name, as slices that are not read yet."""
+    found: dict[str, Any] = {}
     try:
         for path in weight_files(_folder(model.config.name_or_path)):
-            with safe_open(path, "pt") as file:
-                own = [each for each in file.keys() if each.startswith("mtp.")]  # noqa: SIM118 - it is no dict
-                found |= {each: file.get_slice(each).get_shape() for each in own}
+            file: Any = safe_open(path, "pt")
+            found |= {each: file.get_slice(each) for each in file.keys() if each.startswith("mtp.")}  # noqa: SIM118 - it is no dict
     except (OSError, ValueError, KeyError, SafetensorError) as cause:
         raise UserError(
             f"drafter mtp: the checkpoint of {name} cannot be read ({reason(cause)}): expected a directory or a hub id "
@@ -196,8 +229,9 @@ def _folder(source: str) -> Path:
     return Path(str(cached_file(source, "config.json", local_files_only=True))).parent
 
 
-def _checked(tensors: Mapping[str, Any], name: str) -> None:
-    if FIRST not in tensors:
+def refuse_other(tensors: Collection[str], name: str) -> None:
+    """Refuse a checkpoint whose tensors `mtp.*` are no layer, several, or one with an embedding of its own."""
+    if not any(each.startswith(FIRST.removesuffix("weight")) for each in tensors):
         raise UserError(
             f"drafter mtp: the checkpoint of {name} has no prediction layer (no tensor {FIRST}), whatever its "
             "config says, as many conversions are published: use another drafter"
