@@ -205,7 +205,8 @@ class HybridLean(Lean):
         heads = {_heads_of(each) for each in attentions}
         if len(heads) > 1:
             raise UnreadError("its attention differs from layer to layer")
-        self._family, self._heads = family, next(iter(heads))
+        self._family = family
+        self._heads = next(iter(heads))
         self.layers = [self.layer_like(layer, number) for number, layer in enumerate(inner.layers)]
         self.mixers: list[Mixer] = [layer.mixer for layer in self.layers if layer.mixer is not None]
         self.run_layers = NativeLayers(self.layers)

@@ -65,7 +65,8 @@ class HybridMtpNet(LayeredNet):
         (outer,) = mtp.layers
         layer = lean.layer_like(outer.mtp_block, 0)
         self.width = layer.size
-        self.embed, self.logits = lean.embed, lean.logits
+        self.embed = lean.embed
+        self.logits = lean.logits
         norms = (outer.enorm, outer.hnorm, outer.post_norm)
         self._embedded, self._given, self._norm = (Norm(each, offset=lean.traits.offset) for each in norms)
         self._project = whole_product(outer.eh_proj)
