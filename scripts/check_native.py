@@ -4,6 +4,7 @@
     python scripts/check_native.py sanitize          the levels that this processor runs, with address and UB sanitizers
     python scripts/check_native.py emulate           the levels that it does not run
     python scripts/check_native.py emulate x86-64-v4-amx portable    some levels only
+    python scripts/check_native.py emulate --out docs/results/emulated    writes the tests of each file, too
 
 A level that needs only another vendor's processor, or a matrix unit (AMX), is built as it is, with the matrix unit's
 instructions by plain loops. The other levels with AVX-512 are emulated by SIMDe (Debian's libsimde-dev), in a build for
@@ -15,12 +16,16 @@ Arguments after `--` go to pytest. It takes minutes, because sanitized code is s
 
 import ctypes
 import functools
+import json
 import os
 import platform
 import subprocess
 import sys
 import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))  # for support
@@ -50,7 +55,14 @@ FILES = (
     "backends/recurrent/test_recurrences.py",
 )
 NOT_OF_CODE = {"GenuineIntel", "amx_tile", "amx_bf16", "amx_int8"}  # without these a level's code runs all the same
-LIBRARY, LEVEL = "DRAFTPROOF_CHECK_LIBRARY", "DRAFTPROOF_CHECK_LEVEL"
+LIBRARY, LEVEL, COUNTS = "DRAFTPROOF_CHECK_LIBRARY", "DRAFTPROOF_CHECK_LEVEL", "DRAFTPROOF_CHECK_COUNTS"
+REMARKS = {
+    "neon": "QEMU's Cortex-A57",
+    "neon-dotprod": "QEMU's Neoverse N1",
+    "neon-i8mm-bf16": "all that QEMU's processor has",
+    "x86-64-v4-amx": "this processor, with the matrix unit's instructions by plain loops",
+}
+Counted = dict[str, dict[str, float]]  # by file: tests by outcome, and seconds
 
 
 def builds(kinds: list[str], names: list[str]) -> list[tuple[str, str, str, tuple[str, ...]]]:
@@ -85,8 +97,10 @@ def builds(kinds: list[str], names: list[str]) -> list[tuple[str, str, str, tupl
     return found
 
 
-def check(kind: str, name: str, under: str, extra: tuple[str, ...], arguments: list[str]) -> int:
-    """Build one library, and run the tests on it in a new process; returns pytest's exit status."""
+def check(
+    kind: str, name: str, under: str, extra: tuple[str, ...], arguments: list[str]
+) -> tuple[subprocess.CompletedProcess[bytes], Counted]:
+    """Build one library, and run the tests on it in a new process; returns how it ended, and what was counted."""
     from draftproof.native import build as library
     from support.emulated import cross_compile
 
@@ -98,7 +112,8 @@ def check(kind: str, name: str, under: str, extra: tuple[str, ...], arguments: l
             library.compile_library(out, runs, extra=extra)
         else:
             cross_compile(runs, out)
-        environment = os.environ | {LIBRARY: str(out), LEVEL: name, "OMP_NUM_THREADS": "2"}
+        counts = Path(folder) / "counts.json"
+        environment = os.environ | {LIBRARY: str(out), LEVEL: name, COUNTS: str(counts), "OMP_NUM_THREADS": "2"}
         if kind == "sanitize":
             found = []
             for name_of in ("libasan.so", "libstdc++.so.6"):  # without the second, torch's exceptions end the process
@@ -110,7 +125,45 @@ def check(kind: str, name: str, under: str, extra: tuple[str, ...], arguments: l
                 "UBSAN_OPTIONS": "print_stacktrace=1",
             }
         print(f"== {kind} {name}", flush=True)
-        return subprocess.run([sys.executable, __file__, "run", *arguments], env=environment, check=False).returncode
+        ended = subprocess.run([sys.executable, __file__, "run", *arguments], env=environment, check=False)
+        return ended, json.loads(counts.read_text(encoding="utf-8")) if counts.exists() else {}
+
+
+class Tally:
+    """A plug-in of pytest: the outcomes and the time of the tests of each file, written when they have run."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Count a test."""
+        found = self._found[report.nodeid.partition("::")[0]]
+        found["seconds"] += report.duration
+        if report.when == "call" or not report.passed:
+            found[report.outcome] += 1
+
+    def pytest_sessionfinish(self) -> None:
+        """Write what was counted."""
+        self._out.write_text(json.dumps(self._found), encoding="utf-8")
+
+
+def page(found: Mapping[str, Counted], out: Path, facts: Mapping[str, Any]) -> None:
+    """Write the tests of each level and file, as far as they have run."""
+    from draftproof.results import Results, table
+
+    outcomes = ("passed", "skipped", "failed")
+    rows = [
+        (level, name, *(int(each.get(key, 0)) for key in outcomes), f"{each['seconds'] / 60:.1f}")
+        for level, files in found.items()
+        for name, each in files.items()
+    ]
+    lines = [
+        *(f"- `{level}`: {REMARKS.get(level, 'emulated')}." for level in found),
+        "",
+        *table(("level", "tests", *outcomes, "minutes"), rows),
+    ]
+    Results("Levels of processors that are not here, emulated", lines, {"levels": found}, facts).write(out)
 
 
 def run(arguments: list[str]) -> int:
@@ -133,7 +186,7 @@ def run(arguments: list[str]) -> int:
     library.choose, library.load = choose, functools.cache(lambda _: loaded)
     library.processor = lambda: level.needs  # this one's matrix unit would have bfloat16 left to torch
     files = [str(ROOT / "tests" / name) for name in FILES]
-    return int(pytest.main(["-W", "ignore", "-m", "not builds", *files, *arguments]))
+    return int(pytest.main(["-W", "ignore", "-m", "not builds", *files, *arguments], [Tally(Path(os.environ[COUNTS]))]))
 
 
 def main() -> int:
@@ -143,8 +196,16 @@ def main() -> int:
     words, rest = given[:end], given[end + 1 :]
     if given[:1] == ["run"]:
         return run(given[1:])
+    out = None
+    if "--out" in words:
+        place = words.index("--out")
+        if place + 1 == len(words):
+            sys.exit("expected a path after --out, got nothing (do `--out docs/results/emulated`)")
+        out = Path(words[place + 1])
+        del words[place : place + 2]
 
     from draftproof.native import build as library
+    from draftproof.provenance import run_facts
 
     levels = [level.name for level in library.LEVELS]
     if unknown := set(words) - set(KINDS) - set(levels):
@@ -152,9 +213,15 @@ def main() -> int:
     chosen = builds(
         [each for each in KINDS if each in words] or list(KINDS), [each for each in words if each in levels]
     )
-    failed = [build for build in chosen if check(*build, rest)]
-    for kind, name, *_ in failed:
-        print(f"failed: {kind} {name}")
+    facts, found, failed = run_facts(), {}, []
+    for kind, name, under, extra in chosen:
+        ended, found[name] = check(kind, name, under, extra, rest)
+        if ended.returncode:
+            failed.append(f"{kind} {name}")
+        if out is not None:
+            page(found, out, facts)
+    for each in failed:
+        print(f"failed: {each}")
     return int(bool(failed))
 
 
