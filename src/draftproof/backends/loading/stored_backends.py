@@ -28,6 +28,7 @@ from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.quantized_modules import QuantizedLinear
 from draftproof.backends.lean.attention import Heads, NativeAttention, Pass
 from draftproof.backends.lean.mixture import StoredMixture
+from draftproof.backends.lean.module_backend import LeanModulesBackend, why_unread
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.lean.traits import UnreadError
 from draftproof.backends.loading.stored_mixtures import with_rounded_experts
@@ -99,6 +100,10 @@ class StoredBackend(StoredWeights):
 
     def _mask(self, layout: Layout, window: int | None) -> Tensor:  # noqa: ARG002 - of HFBackend
         return torch.full((1, 1, 1, 1), window or 0)  # in place of a mask, for `attend`
+
+
+class StoredLeanBackend(StoredWeights, LeanModulesBackend):
+    """Such a model that the lean forward reads by its modules."""
 
 
 class StoredSnapshotBackend(StoredWeights, LeanSnapshotBackend):
@@ -211,6 +216,12 @@ def stored_backend(model: Any, name: str, *, snapshot: bool, check: bool) -> HFB
     """
     if snapshot:
         return StoredSnapshotBackend(model, name=name, check=check)
+    if why_unread(model) is None:
+        try:
+            pack_floats(model)
+            return StoredLeanBackend(model, name=name, check=check)
+        except UserError as cause:
+            _log.info("%s is read by transformers' own modules: %s", name, cause)
     if not check:
         return StoredWeights(model, name=name, check=False)
     plain = model.config._attn_implementation  # noqa: SLF001 - has no public name
@@ -229,9 +240,9 @@ def rounded(backend: SlotBackend, bits: int, *, check: bool = True) -> SlotBacke
     Raises:
         UserError: as of `SlotBackend.rounded`, or of `quantized_modules.quantizing`.
     """
-    if type(backend) not in (HFBackend, LeanSnapshotBackend):
+    if type(backend) not in (HFBackend, LeanModulesBackend, LeanSnapshotBackend):
         return backend.rounded(bits)
-    assert isinstance(backend, HFBackend), "both are"
+    assert isinstance(backend, HFBackend), "all are"
     model = backend.rounded_copy(with_rounded_experts(backend.model, bits, backend.name), bits)
     snapshot = isinstance(backend, LeanSnapshotBackend)
     made = stored_backend(model, backend.name, snapshot=snapshot, check=check)
@@ -247,6 +258,11 @@ def _natively(model: Any) -> None:
     if odd:
         raise UnreadError(f"its attention is of kinds that are not known here ({', '.join(sorted(odd))})")
     model.set_attn_implementation(attention_name())
+    pack_floats(model)
+
+
+def pack_floats(model: Any) -> None:
+    """Let the linear layers of a model that have floats be native products, packed where they are no table, too."""
     tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     for path, each in linear_layers(model).items():
         owner, _, name = path.rpartition(".")
