@@ -10,7 +10,6 @@ import transformers
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed, rounding, unread
 from draftproof.backends.hf.backend import HFBackend
-from draftproof.backends.lean import inputs
 from draftproof.backends.lean.hybrid import HybridLayer, HybridLean
 from draftproof.backends.lean.module_backend import LeanModulesBackend
 from draftproof.backends.loading.by_name import load_backend
@@ -79,7 +78,7 @@ def model(name, dtype=torch.float32):
 
 @functools.cache
 def backend(name, dtype=torch.float32):
-    return LeanModulesBackend(model(name, dtype), name=name)
+    return LeanModulesBackend(copy.deepcopy(model(name, dtype)), name=name)
 
 
 def read(target, session, tokens, drafts=()):
@@ -238,12 +237,29 @@ def test_new_weights_are_read():
     assert off(read(target, target.open(), IDS[:1], IDS[1:]), expected) > 1e-3
     made = target.with_weights(other)
     assert off(read(made, made.open(), IDS[:1], IDS[1:]), expected) < 1e-5
+    assert rounding(made) == ""
+    again = LeanModulesBackend(copy.deepcopy(model("E2B")), pack=False, name="x").with_weights(other.state_dict())
+    assert off(read(again, again.open(), IDS[:1], IDS[1:]), expected) < 1e-5
+    lacking = {name: each for name, each in other.state_dict().items() if "layers.1.mlp" not in name}
+    with pytest.raises(UserError, match=r"the new weights lack model\.layers\.1\.mlp"):
+        made.with_weights(lacking)
 
 
-def test_passes_of_many_tokens_are_left_to_the_modules_where_a_matrix_unit_multiplies(monkeypatch):
-    monkeypatch.setattr(inputs, "refuse_unit", lambda *_: (_ for _ in ()).throw(inputs.UnitError("a unit")))
-    target = LeanModulesBackend(model("E2B"), name="x")
-    assert "passes of more than 16 tokens use the processor's matrix unit" in rounding(target)
+@pytest.mark.parametrize("name", FAST)
+def test_weights_are_kept_once(name):
+    """Packed linear layers have no plain weights beside them; a tied table is read where it is."""
+    target = LeanModulesBackend(copy.deepcopy(model(name)), name=name, check=False)
+    plain = [each for each in target.model.modules() if isinstance(each, torch.nn.Linear)]
+    assert not plain
+    head, table = target.model.get_output_embeddings().product, target.model.get_input_embeddings().weight
+    tied = model(name).config.tie_word_embeddings
+    assert (head.numbers.data_ptr() == table.data_ptr()) is tied
+    assert torch.equal(target.output_rows(torch.tensor([3, 5])), model(name).get_output_embeddings().weight[[3, 5]])
+
+
+def test_passes_of_many_tokens_are_left_to_the_modules_where_weights_stay(monkeypatch):
+    target = LeanModulesBackend(model("E2B"), pack=False, name="x")
+    assert "passes of more than 16 tokens are those of transformers' own modules" in rounding(target)
     passes = []
     monkeypatch.setattr(HybridLean, "__call__", counted(HybridLean.__call__, passes))
     session, expected = target.open(), own("E2B", IDS * 2)

@@ -19,10 +19,6 @@ from draftproof.native.structures import MOST_INPUTS, InputsArguments, LinearArg
 _SMALL = 1 << 18  # numbers of a weight for which a matrix unit gains little
 
 
-class UnitError(UnreadError):
-    """Weights where they are are read slower than by the processor's matrix unit, where rows are many."""
-
-
 class Joint:
     """Products with the same rows, whose outputs are one row.
 
@@ -131,10 +127,10 @@ def refuse_unit(operations: Operations, numbers: int) -> None:
     """Refuse a weight of so many numbers that is to stay where it is, if a matrix unit would multiply it faster.
 
     Raises:
-        UnitError: it would.
+        UnreadError: it would.
     """
     if operations.dtype == torch.bfloat16 and operations.level.endswith("amx") and numbers > _SMALL:
-        raise UnitError("native products with weights where they are do not use the processor's matrix unit")
+        raise UnreadError("native products with weights where they are do not use the processor's matrix unit")
 
 
 def linear_arguments(product: PackedLinear) -> LinearArguments:

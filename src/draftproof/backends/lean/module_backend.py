@@ -1,6 +1,6 @@
 """Backend lean over the modules of a transformers model whose layers differ from one another, as Gemma 4's.
 
-Weights stay those of the model: its modules multiply with them, too, and make forms of it with few bits.
+Its modules multiply with the same weights, and make forms of it with few bits.
 """
 
 from __future__ import annotations
@@ -9,17 +9,24 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from typing_extensions import override
 
 from draftproof.backends.cache.layout import Layout
-from draftproof.backends.cache.windows import Windows, windows_of
+from draftproof.backends.cache.slot_cache import SlotCache
+from draftproof.backends.cache.windows import FULL, SLIDING, Windows
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.native_modules import MOST_ROWS
+from draftproof.backends.hf.truncate import first_layers, put, shallow
 from draftproof.backends.lean.hybrid import HybridLean, family_of
-from draftproof.backends.lean.inputs import UnitError
 from draftproof.backends.lean.traits import UnreadError
+from draftproof.backends.new_weights import copy_into, state_of
+from draftproof.backends.products.linear_layers import linear_layers, packed_layers
+from draftproof.backends.products.packed_linear import LinearSlice, PlainProduct, fuse
 from draftproof.errors import UserError
+from draftproof.peak import release_freed_memory
 
 _log = logging.getLogger(__name__)
 
@@ -73,56 +80,123 @@ class ReadByLean(HFBackend):
 
 
 class LeanModulesBackend(ReadByLean):
-    """Such a model without recurrent layers; arguments as of HFBackend.
+    """Such a model without recurrent layers; other arguments as of HFBackend.
 
-    Where a processor's matrix unit multiplies many rows faster than native code multiplies with weights where they are,
-    passes of many tokens are left to transformers' own modules.
+    Args:
+        pack: whether linear weights may move into the layout that native products read fastest. Where they stay, passes
+            of many tokens are left to transformers' own modules, which multiply them faster.
 
     Raises:
         UserError: as of HFBackend, or a model that the lean forward does not read.
     """
 
     kind = "lean"
-    _few = False  # whether the lean forward reads passes of few tokens only
+
+    def __init__(self, model: Any, *, pack: bool = True, **options: Any) -> None:
+        self._packs_weights = pack
+        super().__init__(model, **options)
+
+    @override
+    def _multiply_natively(self) -> None:
+        if self._packs_weights:
+            if (why := why_unread(self.model, self._windows)) is not None:  # before it is taken apart
+                raise self._refused(why)
+            pack_layers(self.model)
+        super()._multiply_natively()
+        if self.lean is None:
+            raise self._refused(self._unread)
+
+    def _refused(self, why: str) -> UserError:
+        return UserError(f"{self.name} has no lean forward: {why}; use backend hf or auto")
 
     @override
     def _read_lean(self) -> None:
+        """Forms of the model that measure what its modules are given are read by these."""
         super()._read_lean()
-        if self.lean is None:
-            raise UserError(f"{self.name} has no lean forward: {self._unread}; use backend hf or auto")
-        self.packs = not self._few
+        self.packs &= self._packs_weights
 
     @override
     def _lean_of(self, windows: Windows) -> HybridLean:
-        try:
-            made = HybridLean(self.model, windows)
-        except UnitError:
-            self._few = True
-            return HybridLean(self.model, windows, few=True)
-        self._few = False
-        return made
+        return HybridLean(self.model, windows, few=not self._packs_weights)
 
     @property
     @override
     def rounding(self) -> str:
-        if not self._few:
+        if self._packs_weights or self.lean is None:
             return super().rounding
         return (
-            f"passes of more than {MOST_ROWS} tokens use the processor's matrix unit, whose sums depend on the rows of "
-            "a pass"
+            f"passes of more than {MOST_ROWS} tokens are those of transformers' own modules, whose sums depend on the "
+            "rows of a pass"
         )
 
+    @override
+    def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
+        head = self.model.get_output_embeddings()
+        return head.product.rows(ids) if isinstance(head, LinearSlice) else super().output_rows(ids)
+
+    @override
+    def first_layers(self, layers: int) -> HFBackend:
+        model, name = first_layers(self.model, layers, self.name), f"{self.name}, first {layers} layers"
+        return type(self)(model, pack=self._packs_weights, name=name, cache=self._cache)
+
+    @override
+    def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> HFBackend:
+        """Packed ones are packed again."""
+        model = unpacked(self.model)
+        copy_into(model, state_of(weights), self.name)
+        if self._packs_weights:
+            pack_layers(model)
+        made = self._with_model(model)
+        made.keeps = False
+        made._cache = SlotCache(self.facts.max_positions)  # noqa: SLF001 - of this class
+        made._recorded = ()  # noqa: SLF001
+        return made
+
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
-        if self.lean is None or (self._few and layout.ids.numel() > MOST_ROWS):
+        if self.lean is None or not (self._packs_weights or layout.ids.numel() <= MOST_ROWS):
             return super()._compute(layout, hidden=hidden)
         return self.lean(layout, self._cache, hidden=hidden)
 
 
-def why_unread(model: Any) -> str | None:
-    """Why `LeanModulesBackend` does not read a model; None where it does."""
+def pack_layers(model: Any) -> None:
+    """Let the linear layers of a model that have floats be native products, packed where they are no table, too."""
+    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    for path, each in linear_layers(model).items():
+        owner, _, name = path.rpartition(".")
+        if isinstance(each, nn.Linear) and id(each.weight) not in tables:
+            fuse(model.get_submodule(owner), [name])
+        elif isinstance(each, nn.Linear):
+            setattr(
+                model.get_submodule(owner), name, LinearSlice(PlainProduct(each.weight.detach()), 0, len(each.weight))
+            )
+    release_freed_memory()
+
+
+def unpacked(model: Any) -> Any:
+    """A copy of a model with linear layers whose weights are yet to be filled in place of packed ones."""
+    twin = shallow(model)
+    copied: dict[str, Any] = {"": twin}
+    tables = {each.weight.data_ptr(): each.weight for each in model.modules() if isinstance(each, nn.Embedding)}
+    for path, packed in packed_layers(model).items():
+        outs, ins, bias = packed.product.weight.outs, packed.product.weight.ins, packed.product.bias
+        layer = nn.Linear(ins, outs, bias=bias is not None, device="meta")
+        numbers = packed.product.numbers
+        made = tables.get(numbers.data_ptr())
+        layer.weight = nn.Parameter(numbers.new_empty((outs, ins)), requires_grad=False) if made is None else made
+        if bias is not None:
+            layer.bias = nn.Parameter(torch.empty_like(bias), requires_grad=False)
+        put(copied, path, layer)
+    return twin
+
+
+def why_unread(model: Any, windows: Windows | None = None) -> str | None:
+    """Why `LeanModulesBackend` does not read a model; None where it does.
+
+    Its masks are those of `windows`; by default they are taken to be such as it reads, since a pass would show them.
+    """
     try:
-        family_of(model)  # before a pass of the model
-        HybridLean(model, windows_of(model), few=True)
+        family_of(model)
+        HybridLean(model, windows or Windows(frozenset({FULL, SLIDING}), model.config), few=True)
     except UnreadError as cause:
         return str(cause)
     return None

@@ -24,7 +24,7 @@ from draftproof.backends.heads.published.mtp_qwen import empty_layer
 from draftproof.backends.hf.backend import HFBackend, StoredPrediction
 from draftproof.backends.lean.layers import Norm, gate_of
 from draftproof.backends.lean.mixture import Mixture, StoredMixture
-from draftproof.backends.lean.module_backend import LeanModulesBackend, why_unread
+from draftproof.backends.lean.module_backend import LeanModulesBackend, pack_layers, why_unread
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.lean.traits import LLAMA, Experts, UnreadError
 from draftproof.backends.loading.gguf_rotary import DIVIDED, FACTORS, longest
@@ -43,7 +43,6 @@ from draftproof.backends.loading.stored_backends import (
     StoredLeanBackend,
     StoredSnapshotBackend,
     attention_name,
-    pack_floats,
 )
 from draftproof.backends.products.packed_linear import StoredProduct, dense, let_go, plain_of
 from draftproof.backends.products.stored_modules import NativeNorm, StoredEmbedding, StoredGates, StoredLinear
@@ -455,7 +454,7 @@ def _natively(inner: Any) -> None:
     if isinstance(inner.layers[0].mlp.down_proj, nn.Linear):  # of floats: backend hf multiplies them
         return
     kind, dtype = type(inner.norm), inner.norm.weight.dtype
-    pack_floats(inner)
+    pack_layers(inner)
     for module in list(inner.modules()):
         for name, each in list(module.named_children()):
             if isinstance(each, kind):
@@ -545,8 +544,6 @@ def _backend(model: Any, family: ModuleFamily, asked: str, *, few: bool, name: s
     if asked in ("auto", family.backend[0].kind) and family.backend != family.modules:
         why = why_unread(model)
         if why is None:
-            if few:
-                pack_floats(model)
             try:
                 return family.backend[few](model, name=name, check=check)
             except UserError as cause:

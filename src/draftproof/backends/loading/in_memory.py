@@ -55,7 +55,7 @@ def backend_in_memory(model: Any, *, backend: str = "auto", name: str | None = N
     twin = _twin(model)
     kind = suitable(twin) if backend == "auto" else backend
     if kind == LeanModulesBackend.kind and reads_modules(twin):
-        return LeanModulesBackend(twin, name=name, check=check)
+        return LeanModulesBackend(twin, pack=False, name=name, check=check)
     if backend == "auto" and kind in LEAN_KINDS and not _fits(model):
         kind = "hf"
     if kind in LEAN_KINDS:

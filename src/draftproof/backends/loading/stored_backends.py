@@ -28,12 +28,11 @@ from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.quantized_modules import QuantizedLinear
 from draftproof.backends.lean.attention import Heads, NativeAttention, Pass
 from draftproof.backends.lean.mixture import StoredMixture
-from draftproof.backends.lean.module_backend import LeanModulesBackend, why_unread
+from draftproof.backends.lean.module_backend import LeanModulesBackend, pack_layers, why_unread
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.lean.traits import UnreadError
 from draftproof.backends.loading.stored_mixtures import with_rounded_experts
-from draftproof.backends.products.linear_layers import linear_layers
-from draftproof.backends.products.packed_linear import LinearSlice, PlainProduct, SplitProduct, StoredProduct, fuse
+from draftproof.backends.products.packed_linear import LinearSlice, SplitProduct, StoredProduct
 from draftproof.errors import UserError, reason
 from draftproof.native.structures import PassMask
 
@@ -218,7 +217,6 @@ def stored_backend(model: Any, name: str, *, snapshot: bool, check: bool) -> HFB
         return StoredSnapshotBackend(model, name=name, check=check)
     if why_unread(model) is None:
         try:
-            pack_floats(model)
             return StoredLeanBackend(model, name=name, check=check)
         except UserError as cause:
             _log.info("%s is read by transformers' own modules: %s", name, cause)
@@ -258,17 +256,4 @@ def _natively(model: Any) -> None:
     if odd:
         raise UnreadError(f"its attention is of kinds that are not known here ({', '.join(sorted(odd))})")
     model.set_attn_implementation(attention_name())
-    pack_floats(model)
-
-
-def pack_floats(model: Any) -> None:
-    """Let the linear layers of a model that have floats be native products, packed where they are no table, too."""
-    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
-    for path, each in linear_layers(model).items():
-        owner, _, name = path.rpartition(".")
-        if isinstance(each, nn.Linear) and id(each.weight) not in tables:
-            fuse(model.get_submodule(owner), [name])
-        elif isinstance(each, nn.Linear):
-            setattr(
-                model.get_submodule(owner), name, LinearSlice(PlainProduct(each.weight.detach()), 0, len(each.weight))
-            )
+    pack_layers(model)
