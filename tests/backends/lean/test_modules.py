@@ -9,6 +9,7 @@ import transformers
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed, rounding, unread
+from draftproof.backends.heads.published.assistant import AssistantBackend
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.hybrid import HybridLayer, HybridLean
 from draftproof.backends.lean.module_backend import LeanModulesBackend
@@ -243,6 +244,29 @@ def test_new_weights_are_read():
     lacking = {name: each for name, each in other.state_dict().items() if "layers.1.mlp" not in name}
     with pytest.raises(UserError, match=r"the new weights lack model\.layers\.1\.mlp"):
         made.with_weights(lacking)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_keys_and_values_may_have_8_bits(name):
+    target = LeanModulesBackend(copy.deepcopy(model(name)), name=name, check=False)
+    target.round_kv()
+    whole = read(target, target.open(), IDS[:1], IDS[1:])
+    assert 1e-5 < off(whole, own(name)) < 0.05
+    session = target.open()
+    assert torch.equal(torch.cat([read(target, session, [token]) for token in IDS]), whole)
+    with pytest.raises(UserError, match="without kv_dtype int8"):
+        AssistantBackend("an assistant", target)
+    with pytest.raises(UserError, match="kv_dtype: expected auto"):
+        LeanModulesBackend(model(name), pack=False, name=name, check=False).round_kv()
+
+
+def test_the_first_layers_may_draft():
+    target, modules = backend("plain"), HFBackend(copy.deepcopy(model("plain")), name="plain", check=False)
+    first, expected = target.first_layers(2), modules.first_layers(2)
+    assert (type(first), first.cache) == (LeanModulesBackend, target.cache)
+    found, right = (read(each, each.open(), IDS[:1], IDS[1:]) for each in (first, expected))
+    assert off(found, right) < 1e-5
+    assert off(found, own("plain")) > 1e-2
 
 
 @pytest.mark.parametrize("name", FAST)

@@ -148,9 +148,17 @@ class LeanModulesBackend(ReadByLean):
             pack_layers(model)
         made = self._with_model(model)
         made.keeps = False
-        made._cache = SlotCache(self.facts.max_positions)  # noqa: SLF001 - of this class
+        made._cache = SlotCache(self.facts.max_positions, rounds=self._cache.rounds)  # noqa: SLF001 - of this class
         made._recorded = ()  # noqa: SLF001
         return made
+
+    @override
+    def round_kv(self) -> None:
+        """Others do not read its keys any more (`whole_keys`)."""
+        if not self._packs_weights:
+            super().round_kv()
+        self._cache = SlotCache(self.facts.max_positions, rounds=True)
+        self.whole_keys = False
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         if self.lean is None or not (self._packs_weights or layout.ids.numel() <= MOST_ROWS):
