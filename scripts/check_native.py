@@ -49,6 +49,7 @@ FILES = (
     "native/test_rows.py",
     "backends/lean/test_hybrid.py",
     "backends/lean/test_mixture.py",
+    "backends/lean/test_modules.py",
     "backends/lean/test_rounded_kv.py",
     "backends/lean/test_same_bits.py",
     "backends/products/test_quantized.py",

@@ -95,7 +95,7 @@ class Operations:
         self._attend = function(f"attend_{suffix}", [pointer, number])
         self._mixture = function(f"mixture_{suffix}", [pointer] * 3 + [number, pointer, number])
         self._layers = function(
-            f"layers_{suffix}", [pointer, number] + [pointer] * 6 + [number] + [pointer] * 2 + [number]
+            f"layers_{suffix}", [pointer, number] + [pointer] * 7 + [number, pointer, number] + [pointer] * 2 + [number]
         )
         self._delta_rule = function("delta_rule", [pointer] * 8 + [number] * 9)
         self._softmax = function("softmax", [pointer] * 2 + [number] * 3)
@@ -434,34 +434,60 @@ class Operations:
         self,
         stack: LayerStack,
         x: Float[Tensor, "tokens size"],
-        given: AttentionArguments,
+        given: ctypes.Array[AttentionArguments],
         buffers: tuple[ctypes.Array[ctypes.c_void_p], ...],
         work: Float[Tensor, " elements"],
         sequences: Sequences | None = None,
         first: int = 0,
+        embedded: Float[Tensor, "tokens numbers"] | None = None,
     ) -> None:
         """Run decoder layers one after another; x is overwritten by the last layer's output.
 
-        Buffers are addresses of each layer's keys, of its values, and of its scales; `LayerStack.work` returns the
-        size of working memory. `sequences` are those of the pass, for layers with recurrent states, and `first` is the
-        number of the first layer in the model.
+        Args:
+            stack: the layers.
+            x: hidden states.
+            given: their attentions; `stack` says which one a layer has.
+            buffers: addresses of each layer's keys, of its values, and of its scales.
+            work: working memory, of the size that `LayerStack.work` returns.
+            sequences: those of the pass, for layers with recurrent states.
+            first: number of the first layer in the model.
+            embedded: what layers with embeddings of their own read of each token.
         """
-        require("x", x, self.dtype, (given.tokens, stack.size))
+        tokens = given[0].tokens
+        require("x", x, self.dtype, (tokens, stack.size))
         require("work", work, self.dtype)
-        if work.numel() < stack.work(given) or not self.attends(given.dim):
-            raise ValueError(f"{work.numel()} elements of work, of {stack.work(given)}; heads of size {given.dim}")
+        sizes = [each.dim for each in given]
+        if len(given) < stack.attentions or any(each.tokens != tokens for each in given):
+            raise ValueError(f"{len(given)} attentions of {tokens} tokens, of {stack.attentions}")
+        if work.numel() < stack.work(given) or not all(map(self.attends, sizes)):
+            raise ValueError(f"{work.numel()} elements of work, of {stack.work(given)}; heads of size {sizes}")
         found = [len(each) for each in buffers]
         if found != [len(stack)] * 3:
             raise ValueError(f"{found} buffers of keys, values and scales for {len(stack)} layers")
         states: tuple[int | None, int | None, int] = (None, None, 0)
         if sequences is not None:
-            sequences.require_fitting(given.tokens, first + len(stack))
+            sequences.require_fitting(tokens, first + len(stack))
             states = sequences.arguments(first)
         elif stack.keeps_states:
             raise ValueError("layers with recurrent states, and no sequences")
-        addresses = x.data_ptr(), work.data_ptr()
+        stride = 0
+        if embedded is not None:
+            stride = embedded.shape[-1]
+            require("embedded", embedded, self.dtype, (tokens, stride))
+        if stride < stack.embedded:
+            raise ValueError(f"layers that read {stack.embedded} numbers of embeddings of a token, of {stride}")
         self._layers(
-            stack.array, len(stack), ctypes.byref(given), *buffers, *states, *addresses, torch.get_num_threads()
+            stack.array,
+            len(stack),
+            given,
+            stack.which,
+            *buffers,
+            *states,
+            _address(embedded),
+            stride,
+            x.data_ptr(),
+            work.data_ptr(),
+            torch.get_num_threads(),
         )
 
     # --- rows of scores and of probabilities ------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class AttentionArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("mask", "out", "scratch", "sinks")),
         *((name, ctypes.c_int64) for name in ("rows", "tokens", "heads", "key_heads", "dim", "capacity", "horizon")),
         *((name, ctypes.c_int64) for name in ("angles", "columns", "scratch_size")),
-        *((name, ctypes.c_int64) for name in ("copied", "held", "outcomes", "divided")),
+        *((name, ctypes.c_int64) for name in ("copied", "held", "outcomes", "divided", "own")),
         ("scale", ctypes.c_float),
         ("cap", ctypes.c_float),
     ]
@@ -151,6 +151,7 @@ class AttentionArguments(ctypes.Structure):
             held=held,
             outcomes=outcomes,
             divided=divided,
+            own=key_heads,
             scale=scale,
             cap=cap,
         )
@@ -307,20 +308,21 @@ class LayerArguments(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, InputsArguments) for name in ("qkv", "gate_up")),
-        *((name, LinearArguments) for name in ("out", "down")),
-        *((name, ctypes.c_void_p) for name in ("before", "mixed", "between", "made", "turned", "sinks")),
+        *((name, LinearArguments) for name in ("out", "down", "embedded_gate", "embedded_out")),
+        *((name, ctypes.c_void_p) for name in ("before", "mixed", "between", "made", "embedded", "turned", "sinks")),
         ("mixture", ctypes.POINTER(MixtureArguments)),
         ("mixer", ctypes.POINTER(MixerArguments)),
         *((name, ctypes.c_int64) for name in ("size", "inner", "whole", "activation", "gates")),
-        *((f"{name}_least", ctypes.c_float) for name in ("before", "mixed", "between", "made", "turned")),
-        *((name, ctypes.c_float) for name in ("out_factor", "down_factor")),
+        *((name, ctypes.c_int64) for name in ("own", "normed", "embedded_size", "embedded_first")),
+        *((f"{name}_least", ctypes.c_float) for name in ("before", "mixed", "between", "made", "embedded", "turned")),
+        *((name, ctypes.c_float) for name in ("out_factor", "down_factor", "leaving")),
     ]
 
     @property
     def sizes(self) -> tuple[Any, ...]:
         """What its working memory depends on."""
         parts = [each.contents.sizes if each else () for each in (self.mixture, self.mixer)]
-        return self.size, self.inner, self.gates, self.qkv.sizes, self.gate_up.sizes, *parts
+        return self.size, self.inner, self.gates, self.embedded_size, self.qkv.sizes, self.gate_up.sizes, *parts
 
     def work(self, given: AttentionArguments) -> int:
         """Elements of working memory that a layer needs for a pass."""
@@ -336,6 +338,8 @@ class LayerArguments(ctypes.Structure):
         if self.gate_up.count:
             after = max(self.gate_up.work(tokens, self.size), inputs_size(tokens, self.inner))
             rest.append(3 * tokens * self.inner + after)
+        if self.embedded_size:
+            rest.append(4 * tokens * self.embedded_size + inputs_size(tokens, max(self.size, self.embedded_size)))
         return int(2 * tokens * self.size) + max(rest)
 
 
@@ -344,20 +348,29 @@ class LayerStack:
 
     Args:
         layers: their arguments.
+        which: of each the number of its attention, among those that `work` and `Operations.layers` get.
     """
 
-    def __init__(self, layers: Sequence[LayerArguments]) -> None:
+    def __init__(self, layers: Sequence[LayerArguments], which: Sequence[int]) -> None:
         self.array = (LayerArguments * len(layers))(*layers)
+        self.which = (ctypes.c_int64 * len(layers))(*which)
         self.size = layers[0].size
+        self.attentions = 1 + max(which)
+        self.embedded = max(
+            each.embedded_first + each.embedded_size for each in layers
+        )  # numbers of a token that are read
         self.keeps_states = any(each.mixer for each in layers)
-        self._different = list({each.sizes: each for each in self.array}.values())  # by what they need
+        # by what they need
+        self._different = list(
+            {(one, each.sizes): (one, each) for one, each in zip(which, self.array, strict=True)}.values()
+        )
 
     def __len__(self) -> int:
         return len(self.array)
 
-    def work(self, given: AttentionArguments) -> int:
+    def work(self, given: ctypes.Array[AttentionArguments]) -> int:
         """Elements of working memory that they need for a pass."""
-        return max(each.work(given) for each in self._different)
+        return max(int(each.work(given[one])) for one, each in self._different)
 
 
 class Sequences:

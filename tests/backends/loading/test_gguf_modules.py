@@ -12,6 +12,7 @@ pytest.importorskip("gguf", reason="the extra gguf is not installed")
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
 from draftproof.backends.hf.snapshots import SnapshotSession
+from draftproof.backends.lean.hybrid import HybridLean
 from draftproof.backends.lean.traits import UnreadError
 from draftproof.backends.loading.gguf_model import in_own_numbers
 from draftproof.backends.loading.gguf_modules import ARCHITECTURES, read_modules
@@ -159,7 +160,20 @@ def test_another_order_of_sums_would_be_seen(loaded, monkeypatch):
 
 def test_every_architecture_is_read_by_the_lean_forward(loaded):
     for name in CONFIGS:
-        assert ARCHITECTURES[name.split(",")[0]] == "hf" or loaded(name).rounding == "", name
+        assert name == "gemma4, experts" or loaded(name).rounding == "", name
+
+
+def test_a_backend_may_be_named(written):
+    """Gemma 4 is read by the lean forward, or by transformers' own modules; with experts by these."""
+    file = GGUFFile(written("gemma4")[1])
+    for asked, kind in (("auto", "lean"), ("lean", "lean"), ("hf", "hf")):
+        made = in_own_numbers(file, "x", LoadOptions(backend=asked, dtype="float32"))
+        assert made.kind == kind
+    assert off(logits_of(made), logits_of(read_modules(file, name="x", dtype=torch.float32))) < 0.05
+    file = GGUFFile(written("gemma4, experts")[1])
+    assert read_modules(file, name="x", dtype=torch.float32).kind == "hf"
+    with pytest.raises(UnreadError, match="it has no lean forward: its layers have parts that are not known together"):
+        read_modules(file, name="x", dtype=torch.float32, backend="lean")
 
 
 def distribution(backend, drafter):
@@ -199,12 +213,16 @@ def test_the_output_distribution_of_gemma_4_is_that_without_drafts(name, tmp_pat
     backend = read_modules(GGUFFile(path), name=name, dtype=torch.float32)
     expected = distribution(backend, NoDrafter)
     assert total_variation(distribution(backend, NgramDrafter), expected) < 1e-7
-    attend = _Passing.attend
+    attend, write = _Passing.attend, HybridLean.embedded
 
     def kept(self, layer, query, key, *others):  # Negative control: drafted tokens do not see their own keys.
         return attend(self, layer, query, key * (query.shape[2] == 1), *others)
 
+    def others(self, ids, x):  # Negative control: drafted tokens have the embeddings of others in their layers.
+        return write(self, ids.flip(0), x)
+
     monkeypatch.setattr(_Passing, "attend", kept)
+    monkeypatch.setattr(HybridLean, "embedded", others)
     assert total_variation(distribution(backend, NgramDrafter), expected) > 1e-4
 
 

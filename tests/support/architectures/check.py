@@ -11,6 +11,8 @@ from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.generate import PlainBackend
 from draftproof.backends.hf.snapshots import SnapshotBackend
 from draftproof.backends.lean.backend import LeanBackend, supports
+from draftproof.backends.lean.module_backend import LeanModulesBackend
+from draftproof.backends.loading.by_name import reads_modules
 from draftproof.backends.recurrent.mixers import mixers_of
 from draftproof.engine.registry import make_drafter, make_verifier, reads_draft
 from draftproof.errors import UndraftableError
@@ -159,9 +161,11 @@ def make_backends(model, result):
     """Target and draft by the name of the backend; a refusal or an exception goes to the result."""
     pairs = {}
     kinds = {"snapshot": SnapshotBackend} if mixers_of(model) else {"hf": HFBackend, "lean": LeanBackend}
+    if supports(model) is not None and "lean" in kinds:
+        del kinds["lean"]
+        if reads_modules(model):
+            kinds["lean"] = LeanModulesBackend
     for name, make in kinds.items():
-        if name == "lean" and supports(model) is not None:
-            break
         try:
             pairs[name] = make(copy.deepcopy(model), name="target"), make(disturbed(model), name="draft")
         except UndraftableError as cause:

@@ -21,8 +21,8 @@ from draftproof.backends.hf.truncate import put, shallow
 from draftproof.backends.model_info import quantization_method
 from draftproof.backends.products.calibration import MEASURED_BITS, InputStatistics, MeasuredLinear
 from draftproof.backends.products.calibration_files import measure
-from draftproof.backends.products.linear_layers import linear_layers, matrix_of
-from draftproof.backends.products.packed_linear import PackedLinear
+from draftproof.backends.products.linear_layers import linear_layers, matrix_of, numbers_of, packed_layers
+from draftproof.backends.products.packed_linear import LinearSlice, PackedLinear, PlainProduct
 from draftproof.errors import UserError, reason
 from draftproof.native.tensors import BITS, MeasuredInputs
 
@@ -37,37 +37,46 @@ class QuantizedLinear(nn.Module):
 
     Args:
         weight: of the layer; still shown as its weight, for modules that look at it.
+        whole: the product with it.
         output: whether it is the model's output layer (`PackedLinear.quantized_output`).
         inputs: what is known of its inputs; by default the errors of all weights count alike.
-        kept: whether the weight is kept; else one without memory is shown, of the same shape.
     """
 
     def __init__(
         self,
-        weight: Float[Tensor, "out in"],
-        bias: Float[Tensor, " out"] | None,
+        weight: Tensor,
+        whole: PackedLinear,
         bits: int,
         *,
         output: bool = False,
         inputs: MeasuredInputs | None = None,
-        kept: bool = True,
     ) -> None:
         super().__init__()
-        self.weight = weight if kept else nn.Parameter(weight.detach().to("meta"), requires_grad=False)
-        self.bias = bias
+        self.weight = nn.Parameter(weight, requires_grad=False) if weight.is_meta else weight
+        self.bias = whole.bias
         self.out_features, self.in_features = weight.shape
-        whole = PackedLinear(weight.detach(), None if bias is None else bias.detach())
         if output:
-            self.product = whole.quantized_output(bits, weight.detach(), inputs)
+            table = None if weight.is_meta else weight.detach()
+            self.product = whole.quantized_output(bits, table, inputs)
         else:
             self.product = whole.quantized(bits, inputs=inputs)
 
     @classmethod
-    def of(cls, layer: Any, bits: int, **options: Any) -> QuantizedLinear:
-        """In the place of a linear layer; options are other arguments of the class."""
-        matrix = matrix_of(layer)
-        assert matrix is not None, "the layer is linear"
-        return cls(matrix, layer.bias, bits, **options)
+    def of(cls, layer: Any, bits: int, *, kept: bool = True, **options: Any) -> QuantizedLinear:
+        """In the place of a linear layer; other options are arguments of the class.
+
+        Where its weight is not `kept`, or is in another layout, one without memory is shown, of the same shape.
+        """
+        packed = isinstance(layer, LinearSlice) and not isinstance(layer.product, PlainProduct)
+        whole, weight = (layer.product, None) if packed else (None, layer.weight)
+        if whole is None:
+            matrix = layer.product.dense() if isinstance(layer, LinearSlice) else matrix_of(layer)
+            assert matrix is not None, "the layer is linear"
+            whole = PackedLinear(matrix, None if layer.bias is None else layer.bias.detach())
+            weight = matrix if kept else None
+        if weight is None:
+            weight = torch.empty((whole.weight.outs, whole.weight.ins), device="meta", dtype=whole.numbers.dtype)
+        return cls(weight, whole, bits, **options)
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The layer's outputs."""
@@ -96,7 +105,7 @@ def quantizing(
     """
     if bits not in BITS:
         raise UserError(f"bits of the weights of {name}: expected {' or '.join(map(str, BITS))}, got {bits}")
-    layers = linear_layers(model)
+    layers: dict[str, Any] = linear_layers(model) | packed_layers(model)
     why = _why_not(model, layers, bits)
     if why is not None:
         raise UserError(f"{name} cannot be quantized: {why}; it can be drafted for by another drafter")
@@ -107,7 +116,7 @@ def quantizing(
         try:
             names = {layer: path for path, layer in layers.items()}
             by_name = {names[layer]: each for layer, each in statistics.items()}
-            weights = {names[layer]: layer.weight for layer in statistics}
+            weights = {names[layer]: numbers_of(layer) for layer in statistics}
             measured = partial(write, _measured(model, layers, statistics))
             yield from measure(by_name, weights, measured, name=name, kept=kept)
         except _UNFIT as cause:
@@ -154,7 +163,7 @@ def _why_not(model: Any, layers: dict[str, Any], bits: int) -> str | None:
         return f"its weights are quantized already ({method})" if method else _NO_LINEAR
     if any(hasattr(each, "_hf_hook") for each in model.modules()):
         return "its layers are spread over devices or moved while it runs"
-    weights = [each.weight for each in layers.values()]
+    weights = [numbers_of(each) for each in layers.values()]
     kinds = {(each.device.type, each.dtype) for each in weights}
     if len(kinds) > 1:
         shown = ", ".join(sorted(f"{device} {dtype}" for device, dtype in kinds))

@@ -30,7 +30,7 @@ class Heads:
         queries, keys: number of heads; each key head serves `group` neighbouring query heads.
         dim: of each head.
         scale: factor of the scores.
-        angles: which of a pass's rotary angles turn them, where layers differ.
+        angles: the first of a pass's rotary angles that turn them, where layers differ.
         cap: soft limit of the scores (cap tanh(score / cap)); 0 for none.
     """
 
@@ -57,6 +57,7 @@ class Pass:
             of each kind one after another in the last dimension.
         cache, plan: where keys and values are written: a slot cache, or what has its `write` and needs no plan.
         sequences: with their recurrent states, where layers keep some.
+        embedded: embeddings of every token in all layers, one after another, where layers have some.
     """
 
     rows: int
@@ -66,13 +67,13 @@ class Pass:
     cache: Any
     plan: WritePlan | None
     sequences: Sequences | None = None
+    embedded: Tensor | None = None
 
     def angles(self, heads: Heads) -> tuple[Tensor, Tensor]:
         """Cosines and sines of a layer, each [rows * width, 1, dim]."""
         if self.cos.shape[-1] == heads.dim:
             return self.cos, self.sin
-        start = heads.angles * heads.dim
-        return self.cos.narrow(-1, start, heads.dim), self.sin.narrow(-1, start, heads.dim)
+        return self.cos.narrow(-1, heads.angles, heads.dim), self.sin.narrow(-1, heads.angles, heads.dim)
 
 
 class SlotSpan:

@@ -1,23 +1,26 @@
-"""The lean forward of models with recurrent layers, over a transformers model whose weights stay where they are.
+"""The lean forward of models whose layers differ, over a transformers model whose weights stay where they are.
 
-Layers have attention, a mixer that keeps a recurrent state, or both side by side, and then a gated part. A family says
-under which names these are (`FamilyNames`); what a mixer is, its own parts say (`mixers`).
+Layers have attention, a mixer that keeps a recurrent state, or both side by side, and then a gated part. Heads may have
+another size in each kind of layer, layers may read keys and values of earlier ones, and embeddings of their own
+(`embedded`). A family says under which names these are (`FamilyNames`); what a mixer is, its own parts say (`mixers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 from typing_extensions import override
 
 from draftproof import native
-from draftproof.backends.cache.windows import FULL, RECURRENT, Windows
+from draftproof.backends.cache.windows import FULL, RECURRENT, SLIDING, Windows
 from draftproof.backends.lean.attention import Heads, NativeAttention
+from draftproof.backends.lean.embedded import EmbeddedPart, LayerEmbeddings
 from draftproof.backends.lean.inputs import Joint, product_of_layer, whole_product
 from draftproof.backends.lean.layers import Lean, Norm, WholeNorm, norm_of_heads
 from draftproof.backends.lean.mixers import Mixer
@@ -26,11 +29,14 @@ from draftproof.backends.lean.mixture_modules import is_mixture, mixture_of
 from draftproof.backends.lean.native_layers import NativeLayers
 from draftproof.backends.lean.rotary import Rope, Rotary
 from draftproof.backends.lean.traits import (
+    LLAMA,
     Traits,
     UnreadError,
     activation_of,
+    eps_of,
     frequencies_of,
     is_hooked,
+    is_stock,
     kinds_of_rotary,
     offset_of,
     order_in_heads,
@@ -44,21 +50,25 @@ class FamilyNames:
     """Names of a family's parts.
 
     Attributes:
-        norms: of a layer, before attention or the mixer, and before the gated part.
+        norms: of a layer, before attention or the mixer, after it, before the gated part, and after it; None where
+            there is none.
         last: norm after all layers, in the model.
-        mixer: what keeps a state.
+        mixer: what keeps a state; empty where nothing does.
         gated: the gated part.
         gates: its linear layers that read the same rows.
         down: its last linear layer.
         out: the last linear layer of attention.
-        turned: norms of queries and keys.
+        turned: norms of queries, of keys and of values, as far as there are some.
+        embedded: what adds a layer's own embeddings of tokens: the linear layer that makes gates, that behind them, the
+            norm of what is added, and the activation; some models have them.
         experts: a mixture of experts beside the gated part; one may also stand in its place.
         factors: names of the numbers by which something is multiplied, where a family has them: `entering` and
-            `divisor` or `logits` (of the model), `residual`, `mixed` and `attended` (of what parts of a layer add),
-            `attention` (of what it reads), `keys`, `gates` and `down`; each with the path from the model or the layer.
+            `divisor` or `logits` (of the model), `cap` (soft limit of the logits), `residual`, `mixed` and `attended`
+            (of what parts of a layer add), `attention` (of what it reads), `keys`, `gates` and `down`, `leaving` (of
+            what a layer makes); each with the path from the model or the layer.
     """
 
-    norms: tuple[str, str]
+    norms: tuple[str | None, ...]
     last: str
     mixer: str
     gated: str
@@ -66,16 +76,17 @@ class FamilyNames:
     down: str
     out: str = "o_proj"
     turned: tuple[str, ...] = ()
+    embedded: tuple[str, ...] = ()
     experts: str = ""
     factors: Mapping[str, str] = field(default_factory=dict)
 
 
 _PROJECTED = ("gate_proj", "up_proj")
-_NORMS = ("input_layernorm", "post_attention_layernorm")
+_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
 _ROTARY = ("rotary_emb", "pos_emb")  # names of what makes angles
 FAMILIES = (
     FamilyNames(
-        ("operator_norm", "ffn_norm"),
+        ("operator_norm", None, "ffn_norm", None),
         "embedding_norm",
         "conv",
         "feed_forward",
@@ -100,7 +111,7 @@ FAMILIES = (
         },
     ),
     FamilyNames(
-        ("input_layernorm", "pre_ff_layernorm"),
+        ("input_layernorm", None, "pre_ff_layernorm", None),
         "final_layernorm",
         "mamba",
         "feed_forward",
@@ -117,17 +128,40 @@ FAMILIES = (
             "down": "feed_forward.down_multiplier",
         },
     ),
+    FamilyNames(
+        ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        "norm",
+        "",
+        "mlp",
+        _PROJECTED,
+        "down_proj",
+        turned=("q_norm", "k_norm", "v_norm"),
+        embedded=("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm", "act_fn"),
+        factors={"leaving": "layer_scalar", "cap": "config.final_logit_softcapping"},
+    ),
 )
-"""LFM2; Qwen3-Next and Qwen3.5; Granite 4; Falcon-H1; and the first three with experts."""
+"""LFM2; Qwen3-Next and Qwen3.5; Granite 4; Falcon-H1; and the first three with experts; Gemma 4 without experts."""
 
 
-def _family_of(inner: Any) -> FamilyNames:
+def family_of(model: Any) -> FamilyNames:
+    """The family of a model, whose weights are not looked at.
+
+    Raises:
+        UnreadError: none that is known here, or something hangs on the model.
+    """
+    hooked = next((name or "the model" for name, each in model.named_modules() if is_hooked(each)), None)
+    if hooked is not None:
+        raise UnreadError(f"hooks are attached to {hooked}")
+    if not _has(model, "model"):
+        raise UnreadError(f"{type(model).__name__} has parts that are not known together here")
+    inner = model.model
     layers = inner._modules.get("layers") or ()  # noqa: SLF001 - has no public name
     names = {name for layer in layers for name, _ in layer.named_children()}
     for family in FAMILIES:
-        layer = {*family.norms, family.mixer, family.gated}
+        layer = {*filter(None, (*family.norms, family.mixer)), family.gated}
         has_angles = any(hasattr(inner, name) for name in _ROTARY)
-        if names - {"self_attn", family.experts} == layer and has_angles and _has(inner, family.last):
+        some = {"self_attn", family.experts, *family.embedded}
+        if names - some == layer and has_angles and _has(inner, family.last):
             return family
     raise UnreadError(f"its layers have parts that are not known together here ({', '.join(sorted(names))})")
 
@@ -144,23 +178,28 @@ class _Factors:
         self._owner = owner
         self._paths = family.factors
 
-    def __getitem__(self, name: str) -> float:
+    def get(self, name: str, default: float) -> float:
+        """A number; by default where a family has none, or a model says None."""
         if name not in self._paths:
-            return 1.0
+            return default
         found = self._owner
         for part in self._paths[name].split("."):
             if not hasattr(found, part):
                 raise UnreadError(f"its {type(found).__name__} has no {part}")
             found = getattr(found, part)
-        return float(found)
+        return default if found is None else float(found)
+
+    def __getitem__(self, name: str) -> float:
+        return self.get(name, 1.0)
 
 
 class HybridLean(Lean):
-    """The forward pass over a model with recurrent layers.
+    """The forward pass over a model whose layers differ.
 
     Args:
         model: a transformers causal LM on the CPU, with weights of any form that has native products.
         windows: the kinds of attention mask that it builds.
+        few: whether it is to read passes of few tokens only (`inputs.product_of_layer`).
 
     Attributes:
         layers: in order.
@@ -172,45 +211,70 @@ class HybridLean(Lean):
 
     layers: list[Any]
 
-    def __init__(self, model: Any, windows: Windows) -> None:
-        hooked = next((name or "the model" for name, each in model.named_modules() if is_hooked(each)), None)
-        if hooked is not None:
-            raise UnreadError(f"hooks are attached to {hooked}")
-        if not _has(model, "model"):
-            raise UnreadError(f"{type(model).__name__} has parts that are not known together here")
-        inner = model.model
-        family = _family_of(inner)
-        if windows.kinds - {FULL, *RECURRENT}:
+    def __init__(self, model: Any, windows: Windows, *, few: bool = False) -> None:
+        family, inner = family_of(model), model.model
+        if windows.kinds - {FULL, SLIDING, *RECURRENT}:
             raise UnreadError(f"its attention is of kinds that are not known here ({', '.join(sorted(windows.kinds))})")
         last = getattr(inner, family.last)
+        others = {str(each.weight.dtype) for each in model.modules() if type(each) is nn.Linear} - {
+            str(last.weight.dtype)
+        }
+        if others:
+            raise UnreadError(
+                f"its linear layers have weights of {', '.join(others)}, and norms of {last.weight.dtype}"
+            )
         offset, factors = offset_of(last), _Factors(model, family)
-        attentions = [layer.self_attn for layer in inner.layers if _has(layer, "self_attn")]
+        attentions = {number: layer.self_attn for number, layer in enumerate(inner.layers) if _has(layer, "self_attn")}
         if not attentions:
             raise UnreadError("none of its layers attends")
+        self.windows = Windows(windows.kinds & {FULL, SLIDING} or frozenset({FULL}), windows.config)
+        self._kinds = self._kinds_of(model.config, len(inner.layers))
+        self._family = family
+        self._few = few
         angles_of = next(getattr(inner, name) for name in _ROTARY if hasattr(inner, name))
-        order, angles = _rotary(attentions[0], angles_of)
+        order, tables, starts = _angles(attentions, self._kinds, angles_of)
         self.traits = Traits(
             offset=offset,
             order=order,
+            activation=_activation_of_gates(inner.layers[0], family),
             entering=factors["entering"],
             divisor=factors["divisor"] / factors["logits"],
+            logit_cap=factors.get("cap", 0.0),
         )
         self.embed = model.get_input_embeddings()
-        self.head = whole_product(model.get_output_embeddings())
+        self.head = whole_product(model.get_output_embeddings(), few=few)
         self.norm = Norm(last, offset=offset)
         if not self.norm.is_native:
             raise UnreadError(f"there are no native operations on {last.weight.dtype}, or they are off")
-        self.rope = Rope(Rotary(*angles), last.weight)
-        self.windows = Windows(frozenset({FULL}))
-        heads = {_heads_of(each) for each in attentions}
-        if len(heads) > 1:
-            raise UnreadError("its attention differs from layer to layer")
-        self._family = family
-        self._heads = next(iter(heads))
-        self.layers = [self.layer_like(layer, number) for number, layer in enumerate(inner.layers)]
+        self.rope = Rope([Rotary(*each) for each in tables], last.weight)
+        self._sources = _sources(attentions, self._kinds)
+        heads = {
+            number: _heads_of(attention, attentions[self._sources[number]], starts[number])
+            for number, attention in attentions.items()
+        }
+        self._heads = next(iter(heads.values()))
+        self.layers = [
+            self._layer(layer, number, self._sources.get(number, number), heads.get(number, self._heads))
+            for number, layer in enumerate(inner.layers)
+        ]
+        self._embeddings = LayerEmbeddings.of(inner, self.layers, few=few)
         self.mixers: list[Mixer] = [layer.mixer for layer in self.layers if layer.mixer is not None]
         self.run_layers = NativeLayers(self.layers)
         self._pieces = {}
+
+    def _kinds_of(self, config: Any, layers: int) -> list[str]:
+        """The kind of each layer's mask."""
+        kinds = sorted(self.windows.kinds)
+        named = getattr(config, "layer_types", None) or []
+        if len(kinds) == 1 or len(named) < layers:
+            return kinds[:1] * layers
+        return [kind if kind in kinds else FULL for kind in named[:layers]]
+
+    def _layer(self, layer: Any, number: int, source: int, heads: Heads) -> HybridLayer:
+        kind = self._kinds[number]
+        return HybridLayer(
+            layer, number, self._family, self.traits, heads=heads, kind=kind, source=source, few=self._few
+        )
 
     def layer_like(self, layer: Any, number: int) -> HybridLayer:
         """A layer of the same family, whose keys and values have this number in a cache.
@@ -218,12 +282,18 @@ class HybridLean(Lean):
         Raises:
             UnreadError: a part that is not known here.
         """
-        return HybridLayer(layer, number, self._family, self.traits, heads=self._heads)
+        if len({each.heads for each in self.layers}) > 1:
+            raise UnreadError("its attention differs from layer to layer")
+        return self._layer(layer, number, number, self._heads)
 
     @property
     @override
     def rounding(self) -> str:
         return ""
+
+    @override
+    def embedded(self, ids: Int[Tensor, " tokens"], x: Float[Tensor, "tokens dim"]) -> Tensor | None:
+        return None if self._embeddings is None else self._embeddings(ids, x)
 
 
 def _has(layer: Any, name: str) -> bool:
@@ -231,20 +301,63 @@ def _has(layer: Any, name: str) -> bool:
     return layer._modules.get(name) is not None  # noqa: SLF001 - has no public name
 
 
-def _rotary(attention: Any, rotary: Any) -> tuple[tuple[int, ...], tuple[Tensor, float]]:
-    """The order of a head's numbers, and the frequencies that turn them; zeros where nothing is turned."""
+def _angles(
+    attentions: Mapping[int, Any], kinds: Sequence[str], rotary: Any
+) -> tuple[tuple[int, ...], list[tuple[Tensor, float]], dict[int, int]]:
+    """How heads are turned.
+
+    Returns:
+        the order of a head's numbers; frequencies and a factor for each kind of layer, with zeros where nothing is
+        turned; and for each layer the first of all angles, one kind after another, that is its own.
+    """
+    tables: dict[tuple[str, int], tuple[int, tuple[Tensor, float]]] = {}
+    orders, starts, end = set(), {}, 0
+    own = {"": "default"} if rotary is None else kinds_of_rotary(rotary)
+    for number, attention in attentions.items():
+        kind, dim = kinds[number] if kinds[number] in own else next(iter(own)), int(attention.head_dim)
+        if (kind, dim) not in tables:
+            frequencies: tuple[Any, float] = (torch.zeros(dim // 2), 1.0)
+            order: tuple[int, ...] = ()
+            if rotary is not None:
+                order = order_in_heads(attention, rotary, kind)
+                numbers, scale = padded_frequencies(*frequencies_of(rotary, kind), dim)
+                frequencies = torch.tensor(numbers), scale
+            orders.add(order)
+            tables[kind, dim] = end, frequencies
+            end += dim
+        starts[number] = tables[kind, dim][0]
+    if len(orders) > 1:
+        raise UnreadError("its layers turn queries and keys in different orders")
+    return orders.pop(), [frequencies for _, frequencies in tables.values()], starts
+
+
+def _sources(attentions: Mapping[int, Any], kinds: Sequence[str]) -> dict[int, int]:
+    """For each layer with attention the last one of its kind, up to it, that makes keys and values."""
+    found, latest = {}, dict[str, int]()
+    for number, attention in attentions.items():
+        if _has(attention, "k_proj"):
+            latest[kinds[number]] = number
+        if kinds[number] not in latest:
+            raise UnreadError("a layer reads keys that no layer before it makes")
+        found[number] = latest[kinds[number]]
+    return found
+
+
+def _heads_of(attention: Any, source: Any, angles: int) -> Heads:
+    """The heads of a layer that reads the keys of `source`."""
     dim = int(attention.head_dim)
-    if rotary is None:
-        return (), (torch.zeros(dim // 2), 1.0)
-    (kind,) = kinds_of_rotary(rotary)
-    frequencies, scale = padded_frequencies(*frequencies_of(rotary, kind), dim)
-    return order_in_heads(attention, rotary), (torch.tensor(frequencies), scale)
+    keys = len(product_of_layer(source.k_proj, few=True)[1]) // dim
+    queries = int(attention.config.num_attention_heads)
+    if int(source.head_dim) != dim or not keys or queries % keys:
+        raise UnreadError(f"its attention has {queries} heads of {dim}, over {keys} heads of {source.head_dim}")
+    return Heads(queries, keys, dim, float(attention.scaling), angles)
 
 
-def _heads_of(attention: Any) -> Heads:
-    config = attention.config
-    counts = int(config.num_attention_heads), int(config.num_key_value_heads)
-    return Heads(*counts, int(attention.head_dim), float(attention.scaling))
+def _activation_of_gates(layer: Any, family: FamilyNames) -> str:
+    """The activation of a family's gates, by those of a layer."""
+    gated = getattr(layer, family.gated)
+    act = next((getattr(gated, name) for name in ("act_fn", "activation") if _has(gated, name)), None)
+    return LLAMA.activation if act is None else activation_of(act)
 
 
 class HybridLayer:
@@ -256,24 +369,46 @@ class HybridLayer:
         family: names of its parts.
         traits: of the model.
         heads: of attention, in the layers that have it.
+        kind: of its attention mask.
+        source: number of the layer whose keys and values it reads; its own where it makes some.
+        few: see `HybridLean`.
 
     Attributes:
         mixer: what keeps a recurrent state, if there is something.
         gates: numbers by which what attention makes is multiplied.
         factors: of what attention and the gated part add to the hidden states.
+        leaving: factor of what the layer makes.
+        embedded: embeddings of tokens in this layer, if there are some.
     """
 
-    mixed = made = sinks = None  # no family has these
+    sinks = None  # no family has these
     gates_natively = True
     products: Mapping[str, PackedLinear] = MappingProxyType({})  # all are native
 
-    def __init__(self, layer: Any, number: int, family: FamilyNames, traits: Traits, *, heads: Heads) -> None:
+    def __init__(
+        self,
+        layer: Any,
+        number: int,
+        family: FamilyNames,
+        traits: Traits,
+        *,
+        heads: Heads,
+        kind: str = FULL,
+        source: int | None = None,
+        few: bool = False,
+    ) -> None:
         factors = _Factors(layer, family)
         self.number = number
-        self.kind = FULL
+        self.source = number if source is None else source
+        self.kind = kind
         self.traits = traits
         self.heads = heads
-        self.before, self.between = (Norm(getattr(layer, name), offset=traits.offset) for name in family.norms)
+        self.leaving = factors["leaving"]
+        self._few = few
+        self.before, self.mixed, self.between, self.made = (
+            None if name is None else Norm(getattr(layer, name), offset=traits.offset) for name in family.norms
+        )
+        assert self.before is not None, "every family has it"
         self.size = len(self.before.weight)
         operations = native.operations_for(self.before.weight)
         if operations is None or not operations.attends(heads.dim):
@@ -286,7 +421,7 @@ class HybridLayer:
         if _has(layer, "self_attn"):
             self._read_attention(layer.self_attn, family, factors)
         self.mixer: Mixer | None = None
-        if _has(layer, family.mixer):
+        if family.mixer and _has(layer, family.mixer):
             self.mixer = Mixer(getattr(layer, family.mixer), number, self.size, factors["residual"] * factors["mixed"])
         self.factors = factors["residual"] * factors["attended"], factors["residual"] * factors["down"]
         self.inner = 0
@@ -303,31 +438,40 @@ class HybridLayer:
             raise UnreadError(f"there is no native mixture like its {type(experts).__name__}")
         if gated is not experts or self.mixture is None:
             self._read_gated(gated, family, factors["gates"])
+        self.embedded = EmbeddedPart.of(layer, family.embedded, traits, few=few)
 
     def _read_attention(self, attention: Any, family: FamilyNames, factors: _Factors) -> None:
-        heads, modules = self.heads, [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
+        heads, own = self.heads, self.source == self.number
+        # values may be keys before their norm, and keys and values may be those of another layer
+        names = [name for name in ("q_proj", "k_proj", "v_proj") if _has(attention, name)]
+        modules = [getattr(attention, name) for name in names]
         wide, turned, keys = (
             heads.queries * heads.dim,
             list(self.traits.order or range(heads.dim)),
             heads.keys * heads.dim,
         )
-        outs, *others = (len(product_of_layer(module)[1]) for module in modules)
-        self.out = whole_product(getattr(attention, family.out))
-        fits = outs in (wide, 2 * wide) and others == [keys, keys] and self.out.weight.ins == wide
-        if not fits or self.out.weight.outs != self.size:
+        outs, *others = (len(product_of_layer(module, few=self._few)[1]) for module in modules)
+        self.out = whole_product(getattr(attention, family.out), few=self._few)
+        fits = outs in (wide, 2 * wide) and self.out.weight.ins == wide
+        if not fits or others != [keys] * (len(names) - 1) or self.out.weight.outs != self.size:
             raise UnreadError(f"its attention has other sizes than those of {heads.queries} heads of {heads.dim}")
         # of each head its query, and then its gates where there are some
         every = torch.arange(outs).view(heads.queries, -1, heads.dim)
-        rest = (outs + torch.arange(2 * keys)).view(2, heads.keys, heads.dim)
-        parts = every[:, 0, turned], rest[0][:, turned], rest[1], every[:, 1:]
+        rest = (outs + torch.arange(keys * (len(names) - 1))).view(-1, heads.keys, heads.dim)
+        none = rest[:0]
+        of_keys, of_values = (rest[0][:, turned], rest[-1]) if own else (none, none)
+        parts = every[:, 0, turned], of_keys, of_values, every[:, 1:]
         by = factors["attention"]
         if by != 1.0 and any(module.bias is not None for module in modules):
             raise UnreadError("its attention has factors of inputs, and biases")
         of_parts = by, by * factors["keys"], by, by
         each = torch.cat([torch.full((part.numel(),), one) for part, one in zip(parts, of_parts, strict=True)])
-        self.qkv = Joint.of_modules(modules, torch.cat([part.flatten() for part in parts]), each)
+        self.qkv = Joint.of_modules(modules, torch.cat([part.flatten() for part in parts]), each, few=self._few)
         self.gates = parts[-1].numel()
-        self.turned = norm_of_heads([getattr(attention, name) for name in family.turned], heads, self.traits)
+        norms = [_with_weight(getattr(attention, name), heads.dim) for name in family.turned if _has(attention, name)]
+        if len(norms) not in ((len(family.turned),) if own else (0, 1)):
+            raise UnreadError("some of its heads have norms, and others have not")
+        self.turned = norm_of_heads(norms, heads, self.traits)
 
     def _read_gated(self, gated: Any, family: FamilyNames, by: float) -> None:
         if not all(_has(gated, name) for name in (*family.gates, family.down)):
@@ -335,10 +479,27 @@ class HybridLayer:
         for name in ("act_fn", "activation"):
             if _has(gated, name) and activation_of(getattr(gated, name)) != self.traits.activation:
                 raise UnreadError(f"its gates are not {self.traits.activation}")
-        self.down = whole_product(getattr(gated, family.down))
+        self.down = whole_product(getattr(gated, family.down), few=self._few)
         self.inner = int(self.down.weight.ins)
         each = torch.ones(2 * self.inner)
         each[: self.inner] = by
-        self.gate_up = Joint.of_modules([getattr(gated, name) for name in family.gates], factors=each)
+        modules = [getattr(gated, name) for name in family.gates]
+        self.gate_up = Joint.of_modules(modules, factors=each, few=self._few)
         if self.gate_up.arguments.places != 2 * self.inner or self.down.weight.outs != self.size:
             raise UnreadError(f"its {type(gated).__name__} has other sizes than those of gates")
+
+
+def _with_weight(norm: Any, size: int) -> Any:
+    """A norm of heads; of one without weights, one with ones in their place.
+
+    Raises:
+        UnreadError: it has no weights, and computes something else than with ones.
+    """
+    if getattr(norm, "weight", None) is not None:
+        return norm
+    made = SimpleNamespace(weight=torch.ones(size), eps=eps_of(norm))
+    x = torch.linspace(-2, 3, 3 * size).view(3, size)
+    expected = x * (x.square().mean(-1, keepdim=True) + made.eps).rsqrt()
+    if not is_stock(type(norm)) or not torch.allclose(norm(x), expected, rtol=1e-5, atol=1e-6):
+        raise UnreadError(f"its {type(norm).__name__} without weights is not a root mean square norm")
+    return made

@@ -207,7 +207,7 @@ class Lean:
         x = self.enter(layout.ids.view(-1))
         rope = self.long_rope if self.traits.length and is_long() else self.rope
         angles = rope(layout.positions.view(-1), layout.plan.horizon)
-        at = Pass(rows, width, *angles, cache, layout.plan, sequences)
+        at = Pass(rows, width, *angles, cache, layout.plan, sequences, self.embedded(layout.ids.view(-1), x))
         attention = self.layers[0].attention
         masks = {kind: attention.mask(layout, window, x.dtype) for kind, window in self.windows.now().items()}
         states = self.norm(self._run(x, at, masks, layout)).view(rows, width, -1)
@@ -219,6 +219,10 @@ class Lean:
     def enter(self, ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens dim"]:
         """What the first layer reads."""
         return _scaled(self.embed(ids), self.traits.entering)
+
+    def embedded(self, ids: Int[Tensor, " tokens"], x: Float[Tensor, "tokens dim"]) -> Tensor | None:  # noqa: ARG002
+        """Embeddings of tokens in all layers, where x is what the first layer reads; None where there are none."""
+        return None
 
     def logits(self, states: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens vocab"]:
         """Logits after normed last states."""
@@ -291,7 +295,7 @@ class Norm:
 
     Args:
         module: transformers' norm, or several whose inputs stand above one another in the last but one dimension.
-        counts: how many rows of that dimension each of several norms has.
+        counts: how many rows of that dimension each of several norms has, one for each head.
         offset: added to the weights.
         pack: whether states may be read in ways of the CPU's own.
     """
@@ -309,6 +313,7 @@ class Norm:
         self.whole = self.weight.to(self.wide) + offset if offset else None
         self.scaled = (self.weight.to(self.wide) if self.whole is None else self.whole) * size**0.5
         self.added = size * self.eps  # to the sum of squares
+        self.heads = sum(counts)
         self.least = torch.tensor(self.added**0.5, dtype=self.wide)
         self._counts = counts
         self._operations = native.operations_for(weight) if pack else None
@@ -344,6 +349,7 @@ class WholeNorm:
         self.scaled = torch.cat([norm.scaled for norm in norms])
         self.added = norms[0].added
         self.eps = norms[0].eps
+        self.heads = sum(counts)
 
     def __call__(self, x: Float[Tensor, "tokens heads dim"]) -> Float[Tensor, "tokens heads dim"]:
         """The normed heads of queries and keys."""
@@ -358,13 +364,21 @@ class Layer:
         layer: transformers' own, whose linear weights move in here.
         kind: of its attention mask.
         angles: which of the pass's rotary angles are its own.
+
+    Attributes:
+        source: number of the layer whose keys and values it reads, its own.
+        embedded: embeddings of tokens in the layer; no family here has some.
+        leaving: factor of what the layer makes.
     """
+
+    embedded = None
+    leaving = 1.0
 
     def __init__(
         self, layer: Any, number: int, kind: str, traits: Traits = LLAMA, *, angles: int = 0, pack: bool = True
     ) -> None:
         attention, config = layer.self_attn, layer.self_attn.config
-        self.number = number
+        self.number = self.source = number
         self.kind = kind
         self.traits = traits
         heads = Heads(
@@ -372,7 +386,7 @@ class Layer:
             int(config.num_key_value_heads),
             int(attention.head_dim),
             float(attention.scaling),
-            angles,
+            angles * int(attention.head_dim),
             traits.cap,
         )
         self.heads = heads
@@ -477,20 +491,21 @@ class Layer:
 
 
 def norm_of_heads(norms: Sequence[Any], heads: Heads, traits: Traits, *, pack: bool = True) -> Norm | WholeNorm | None:
-    """The norm of queries and keys.
+    """The norm of queries and keys, and of values where they have one.
 
     Args:
-        norms: that of queries and that of keys, if there are.
+        norms: that of queries, that of keys and that of values, as far as there are some.
         heads: of the layer.
         traits: of the layer.
         pack: see `Norm`.
     """
     if not norms:
         return None
-    counts = heads.queries, heads.keys
-    order = torch.tensor(traits.order or range(heads.dim))
+    counts = (heads.queries, heads.keys, heads.keys)[: len(norms)]
+    order, plain = torch.tensor(traits.order or range(heads.dim)), torch.arange(heads.dim)
     if not traits.whole:
-        return Norm(*(_norm_in_order(one, order) for one in norms), counts=counts, offset=traits.offset, pack=pack)
+        ordered = [_norm_in_order(one, each) for one, each in zip(norms, (order, order, plain), strict=False)]
+        return Norm(*ordered, counts=counts, offset=traits.offset, pack=pack)
     rows = [(torch.arange(count).unsqueeze(1) * heads.dim + order).flatten() for count in counts]
     ordered = [_norm_in_order(one, each) for one, each in zip(norms, rows, strict=True)]
     return WholeNorm([Norm(one, offset=traits.offset, pack=pack) for one in ordered], counts)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -17,11 +16,11 @@ from draftproof.backends.lean.attention import Heads, NativeAttention, Pass, arg
 from draftproof.backends.lean.inputs import Joint, linear_arguments
 from draftproof.backends.products.packed_linear import REORDERED
 from draftproof.native.operations import ACTIVATIONS
-from draftproof.native.structures import LayerArguments, LayerStack, PassMask
+from draftproof.native.structures import AttentionArguments, LayerArguments, LayerStack, PassMask
 
 PRODUCTS = ("qkv", "out", "gate_up", "down")  # of a layer without experts
 _NONE = (None, None, None)  # buffers of a layer without keys and values
-NORMS = ("before", "mixed", "between", "made", "turned")
+NORMS = ("before", "mixed", "between", "made", "turned")  # by the names of LayerArguments
 
 
 def native_layers(layers: Sequence[Any]) -> NativeLayers | None:
@@ -41,59 +40,43 @@ def computes_natively(layer: Any) -> bool:
     return isinstance(layer.attention, NativeAttention) and rows and products
 
 
-@dataclass(frozen=True, eq=False)
-class _LayerRun:
-    """Neighbouring layers with the same attention mask."""
-
-    kind: str
-    given: LayerStack
-    numbers: tuple[int, ...]
-    attend: tuple[bool, ...]
-    attention: NativeAttention
-
-    @classmethod
-    def of(cls, layers: Sequence[Any]) -> _LayerRun:
-        first = layers[0]
-        return cls(
-            first.kind,
-            LayerStack([_given(layer) for layer in layers]),
-            tuple(layer.number for layer in layers),
-            tuple(layer.qkv is not None for layer in layers),
-            first.attention,
-        )
-
-
 class _Places:
-    """Addresses of the buffers of a run's layers; valid as long as the cache's extent does not change."""
+    """Addresses of the buffers of layers; valid as long as the cache's extent does not change.
 
-    def __init__(self, run: _LayerRun, cache: SlotCache, like: Tensor) -> None:
-        heads = run.attention.heads
-        pairs = zip(run.numbers, run.attend, strict=True)
-        stored = [cache.buffers(number, heads.keys, heads.dim, like) if attends else _NONE for number, attends in pairs]
+    Attributes:
+        shapes: of the buffers of each attention; None where no layer has some.
+    """
+
+    def __init__(self, layers: Sequence[Any], which: Sequence[int], cache: SlotCache, like: Tensor) -> None:
+        stored = [
+            cache.buffers(each.source, each.heads.keys, each.heads.dim, like) if each.qkv is not None else _NONE
+            for each in layers
+        ]
         self.cache = cache
         self.extent = cache.extent
         self.addresses = tuple(
             (ctypes.c_void_p * len(stored))(*(None if each is None else each.data_ptr() for each in store))
             for store in zip(*stored, strict=True)
         )
-        shapes = [keys.shape for keys, _, _ in stored if keys is not None]
-        self.shape = shapes[0] if shapes else None
-        # Slots may differ: with an early exit the first layers grow before the others.
-        assert all(each[1:] == shapes[0][1:] for each in shapes), "positions are the same in all"
-
-    def shape_for(self, heads: Heads, mask: PassMask) -> Sequence[int]:
-        """The shape of the buffers; where no layer has some, one that holds a pass."""
-        return self.shape or (mask.slots, heads.keys, max(mask.end, mask.horizon), heads.dim)
+        self.shapes: list[Sequence[int] | None] = [None] * (1 + max(which))
+        for one, (keys, _, _) in zip(which, stored, strict=True):
+            if keys is not None:
+                first = self.shapes[one] = self.shapes[one] or keys.shape
+                # Slots may differ: with an early exit the first layers grow before the others.
+                assert keys.shape[1:] == first[1:], "positions are the same in all"
 
 
 class NativeLayers:
-    """All decoder layers of a model in C, one call for each run of layers of one kind."""
+    """All decoder layers of a model in one call of C."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = layers
-        groups = itertools.groupby(layers, lambda layer: (layer.kind, layer.heads, layer.inner))
-        self._runs = [_LayerRun.of(list(group)) for _, group in groups]
-        self._places: list[_Places | None] = [None] * len(self._runs)
+        known: dict[tuple[str, Heads], int] = {}
+        self._which = [known.setdefault((layer.kind, layer.heads), len(known)) for layer in layers]
+        self._attentions = list(known)
+        self._operations = layers[0].attention.operations
+        self._stack = LayerStack([_given(layer) for layer in layers], self._which)
+        self._places: _Places | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeLayers:
         return NativeLayers(copy.deepcopy(self._layers, memo))  # with the addresses of the copy
@@ -102,16 +85,20 @@ class NativeLayers:
         self, x: Float[Tensor, "tokens dim"], at: Pass, masks: Mapping[str, PassMask]
     ) -> Float[Tensor, "tokens dim"]:
         """Run the layers one after another; x is overwritten."""
-        x = x.contiguous()
-        for number, run in enumerate(self._runs):
-            places = self._places[number]
-            if places is None or places.cache is not at.cache or places.extent != at.cache.extent:
-                places = self._places[number] = _Places(run, at.cache, x)
-            mask, heads = masks[run.kind], run.attention.heads
-            given = arguments(heads, at, places.shape_for(heads, mask), mask)
-            work = mask.buffer(run.given.work(given), x.dtype, 1)
-            operations, sequences = run.attention.operations, at.sequences
-            operations.layers(run.given, x, given, places.addresses, work, sequences, run.numbers[0])
+        x, places = x.contiguous(), self._places
+        if places is None or places.cache is not at.cache or places.extent != at.cache.extent:
+            places = self._places = _Places(self._layers, self._which, at.cache, x)
+        given = (AttentionArguments * len(self._attentions))()
+        for number, ((kind, heads), shape) in enumerate(zip(self._attentions, places.shapes, strict=True)):
+            mask = masks[kind]
+            # where no layer has buffers, the shape of some that would hold the pass
+            fits = shape or (mask.slots, heads.keys, max(mask.end, mask.horizon), heads.dim)
+            given[number] = arguments(heads, at, fits, mask)
+        for each, (kind, _) in zip(given, self._attentions, strict=True):  # the last one may have made it larger
+            each.scratch = masks[kind].buffer(0, torch.float32, 0).data_ptr()
+        work = masks[self._attentions[0][0]].buffer(self._stack.work(given), x.dtype, 1)
+        first = self._layers[0].number
+        self._operations.layers(self._stack, x, given, places.addresses, work, at.sequences, first, at.embedded)
         return x
 
 
@@ -120,12 +107,17 @@ def _given(layer: Any) -> LayerArguments:
     inputs = {name: getattr(layer, name) for name in ("qkv", "gate_up")}
     outputs = {name: getattr(layer, name) for name in ("out", "down")}
     out_factor, down_factor = layer.factors
+    embedded = layer.embedded
     return LayerArguments(
         size=layer.size,
         inner=layer.inner,
         whole=layer.traits.whole,
         activation=ACTIVATIONS.index(layer.traits.activation),
         gates=layer.gates,
+        own=layer.heads.keys if layer.source == layer.number else 0,
+        normed=0 if layer.turned is None else layer.turned.heads,
+        leaving=layer.leaving,
+        **({} if embedded is None else embedded.arguments),
         out_factor=out_factor,
         down_factor=down_factor,
         sinks=None if layer.sinks is None else layer.sinks.data_ptr(),

@@ -25,7 +25,8 @@ from draftproof.backends.hf.truncate import shallow
 from draftproof.backends.lean.rotary import Rotary, order_of
 from draftproof.backends.model_info import input_device
 
-ROPES = ("default", "linear", "llama3", "yarn")  # angles that do not depend on the sequence's length
+# angles that do not depend on the sequence's length
+ROPES = ("default", "linear", "llama3", "yarn", "proportional")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -354,11 +355,19 @@ def frequencies_of(rotary: Any, kind: str) -> tuple[Tensor, float]:
     return found[0].float(), float(found[1])
 
 
-def order_in_heads(attention: Any, rotary: Any) -> tuple[int, ...]:
-    """The order of a head's numbers; refuses rotary embeddings that the lean forward cannot compute."""
-    dim, turn = attention.head_dim, inspect.unwrap(type(attention).forward).__globals__.get("apply_rotary_pos_emb")
+def order_in_heads(attention: Any, rotary: Any, only: str | None = None) -> tuple[int, ...]:
+    """The order of a head's numbers; refuses rotary embeddings that the lean forward cannot compute.
+
+    Args:
+        attention: that calls them.
+        rotary: makes the angles.
+        only: the kind of layers that has such heads; by default all have.
+    """
+    dim, turn = attention.head_dim, _turning(attention)
     widths = set()
     for kind, name in kinds_of_rotary(rotary).items():
+        if only not in (None, kind):
+            continue
         if name not in ROPES:
             raise UnreadError(f"its rotary embedding is {name}, not one of {', '.join(ROPES)}")
         frequencies, scale = frequencies_of(rotary, kind)
@@ -380,6 +389,18 @@ def order_in_heads(attention: Any, rotary: Any) -> tuple[int, ...]:
     if order is None:
         raise UnreadError("its apply_rotary_pos_emb does not turn pairs of numbers by their angle")
     return () if order == tuple(range(dim)) else order
+
+
+def _turning(attention: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The function that turns queries and keys; where a family turns them one by one, one that calls it for both."""
+    found: Callable[..., Any] | None = inspect.unwrap(type(attention).forward).__globals__.get("apply_rotary_pos_emb")
+    if found is None or "q" in (taken := list(inspect.signature(found).parameters)) or taken[1:3] != ["cos", "sin"]:
+        return found
+
+    def both(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return found(queries, cos, sin), found(keys, cos, sin)
+
+    return both
 
 
 # --- what a pass shows ----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.generate import PlainBackend
 from draftproof.backends.lean.backend import LeanBackend, supports
 from draftproof.backends.lean.graph_backend import GraphBackend
+from draftproof.backends.lean.module_backend import LeanModulesBackend, why_unread
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.loading.adapters import base_of, with_adapter
 from draftproof.backends.loading.language_model import reading_classes, text_part
@@ -38,7 +39,8 @@ BACKENDS = {
     "hf": "transformers' own forward pass",
     "snapshot": "for models with recurrent layers (linear attention, convolutions, state spaces): their states are "
     "kept, and accepted tokens read again where drafts are refused; a forward pass of ours or transformers' own",
-    "lean": "ours, for dense decoders: Llama, Mistral, Qwen2, Qwen3, Gemma 3, Phi-3 and others (docs/guide/models.md)",
+    "lean": "ours, for dense decoders: Llama, Mistral, Qwen2, Qwen3, Gemma 3 and 4, Phi-3 and others "
+    "(docs/guide/models.md)",
     "generate": "transformers' own generation step by step, without drafts; auto takes it for targets that cannot be "
     "drafted for",
     "graphs": "lean on CUDA, its passes recorded as CUDA graphs",
@@ -109,9 +111,10 @@ def load_backend(source: str, options: LoadOptions | None = None) -> Loaded:
 
 def _backend(kind: str, model: Any, source: str, options: LoadOptions) -> Loaded:
     packed, snapshot = isinstance(options.quantization_config, PackedLayers), kind == LeanSnapshotBackend.kind
-    if packed and (snapshot or kind == HFBackend.kind):
+    by_modules = kind == LeanModulesBackend.kind and reads_modules(model)
+    if packed and (snapshot or by_modules or kind == HFBackend.kind):
         return stored_backend(model, source, snapshot=snapshot, check=options.check)
-    made: Loaded = _BACKENDS[kind](model, name=source, check=options.check)
+    made: Loaded = (LeanModulesBackend if by_modules else _BACKENDS[kind])(model, name=source, check=options.check)
     return made
 
 
@@ -180,7 +183,14 @@ def suitable(model: Any) -> str:
     """The backend that `auto` takes for a loaded model."""
     if supports(model) is None:
         return GraphBackend.kind if model.device.type == "cuda" else LeanBackend.kind
-    return "snapshot" if mixers_of(model) else "hf"
+    if mixers_of(model):
+        return "snapshot"
+    return LeanModulesBackend.kind if why_unread(model) is None else "hf"
+
+
+def reads_modules(model: Any) -> bool:
+    """Whether backend lean reads a model by its modules, and does not take it apart."""
+    return supports(model) is not None and not mixers_of(model) and why_unread(model) is None
 
 
 def load_model(source: str, options: LoadOptions | None = None) -> Any:

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,12 +145,13 @@ def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> SlotBacke
             angles that are scaled, since it does not read all such metadata.
     """
     limit_threads()
-    kind = ARCHITECTURES.get(file.get("general.architecture"))
-    read = read_model if kind is None else read_modules
-    dtype = options.own_dtype(dtype_of(file), kind or LeanForward.kind)
+    kinds = ARCHITECTURES.get(file.get("general.architecture"))
+    read = read_model if kinds is None else partial(read_modules, backend=options.backend)
+    kinds = kinds or (LeanForward.kind,)
+    dtype = options.own_dtype(dtype_of(file), kinds)
     if dtype is None:
         why = (
-            f"its own numbers need a CPU, backend auto or {kind or LeanForward.kind}, dtype auto, float32 or bfloat16, "
+            f"its own numbers need a CPU, backend auto or {' or '.join(kinds)}, dtype auto, float32 or bfloat16, "
             "and no options that alter the model"
         )
         _leave_to_transformers(file, name, why)

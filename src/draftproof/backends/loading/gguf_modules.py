@@ -7,6 +7,7 @@ taken of decays, value heads have another order (`_tiled`), and several matrices
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from draftproof.backends.heads.published.mtp_qwen import empty_layer
 from draftproof.backends.hf.backend import HFBackend, StoredPrediction
 from draftproof.backends.lean.layers import Norm, gate_of
 from draftproof.backends.lean.mixture import Mixture, StoredMixture
+from draftproof.backends.lean.module_backend import LeanModulesBackend, pack_layers, why_unread
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.lean.traits import LLAMA, Experts, UnreadError
 from draftproof.backends.loading.gguf_rotary import DIVIDED, FACTORS, longest
@@ -36,13 +38,19 @@ from draftproof.backends.loading.gguf_tensors import (
     single,
 )
 from draftproof.backends.loading.options import ACTIVATIONS
-from draftproof.backends.loading.stored_backends import StoredBackend, StoredSnapshotBackend, attention_name
-from draftproof.backends.products.packed_linear import StoredProduct, dense, fuse, let_go, plain_of
+from draftproof.backends.loading.stored_backends import (
+    StoredBackend,
+    StoredLeanBackend,
+    StoredSnapshotBackend,
+    attention_name,
+)
+from draftproof.backends.products.packed_linear import StoredProduct, dense, let_go, plain_of
 from draftproof.backends.products.stored_modules import NativeNorm, StoredEmbedding, StoredGates, StoredLinear
 from draftproof.errors import UserError, reason
 from draftproof.models.gguf_file import GGUFFile, generation_config
 from draftproof.native.ggml import StoredMatrix, why_not_joined
 
+_log = logging.getLogger(__name__)
 Order = Int[Tensor, " numbers"]
 
 
@@ -84,8 +92,9 @@ class ModuleFamily:
         route: changes a layer whose experts choose tokens themselves.
         beside: what modules beside the layers are in the file, by name, if the model has them.
         backend: of a model with floats, and of one with few bits.
+        modules: the same where transformers' modules read it, and the lean forward does not.
         attention: name of its attention in transformers.
-        finish: changes the model within, which has its weights.
+        finish: changes the model within, which has its weights, before its modules read it.
         spare: names of tensors of layers that a file may have although nothing reads them.
     """
 
@@ -98,6 +107,7 @@ class ModuleFamily:
     route: Callable[[Any], None] = _leave
     beside: Mapping[str, str] = field(default_factory=dict)
     backend: tuple[type[HFBackend], type[HFBackend]] = (LeanSnapshotBackend, StoredSnapshotBackend)
+    modules: tuple[type[HFBackend], type[HFBackend]] = (LeanSnapshotBackend, StoredSnapshotBackend)
     attention: Callable[[], str] = lambda: "sdpa"
     finish: Callable[[Any], None] = _leave
     spare: tuple[str, ...] = ()
@@ -444,13 +454,12 @@ def _natively(inner: Any) -> None:
     if isinstance(inner.layers[0].mlp.down_proj, nn.Linear):  # of floats: backend hf multiplies them
         return
     kind, dtype = type(inner.norm), inner.norm.weight.dtype
+    pack_layers(inner)
     for module in list(inner.modules()):
         for name, each in list(module.named_children()):
             if isinstance(each, kind):
                 like = each.weight if each.with_scale else torch.ones(module.head_dim, dtype=dtype)
                 setattr(module, name, NativeNorm(Norm(SimpleNamespace(weight=like, eps=each.eps)), like))
-            elif isinstance(each, nn.Linear):
-                fuse(module, [name])
     for layer in inner.layers:
         mlp = layer.mlp
         if mlp.gate_proj.product is mlp.up_proj.product:
@@ -479,15 +488,19 @@ _ARCHITECTURES = {
             "per_layer_model_projection": "per_layer_model_proj",
             "per_layer_projection_norm": "per_layer_proj_norm",
         },
-        backend=(HFBackend, StoredBackend),
+        backend=(LeanModulesBackend, StoredLeanBackend),
+        modules=(HFBackend, StoredBackend),
         attention=attention_name,
         finish=_natively,
         spare=(DIVIDED, "attn_k.weight", "attn_v.weight", "attn_k_norm.weight"),
     ),
     "granitehybrid": ModuleFamily("granitemoehybrid", _granite, _granite_sources, mixture="block_sparse_moe"),
 }
-ARCHITECTURES = {name: family.backend[0].kind for name, family in _ARCHITECTURES.items()}
-"""The backend of each architecture."""
+ARCHITECTURES = {
+    name: tuple(dict.fromkeys(each[0].kind for each in (family.backend, family.modules)))
+    for name, family in _ARCHITECTURES.items()
+}
+"""The backends of each architecture."""
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -501,8 +514,11 @@ def read_modules(
     activations: str = ACTIVATIONS[0],
     check: bool = True,
     tick: Callable[[int], object] | None = None,
+    backend: str = "auto",
 ) -> HFBackend:
     """The model in a file, with its own numbers; arguments as of `gguf_model.read_model`.
+
+    `backend` is one of the architecture's, or "auto", which takes the first one that reads the model.
 
     Raises:
         UnreadError: something that is not known here, or native operations are off.
@@ -516,11 +532,27 @@ def read_modules(
     model = filling.model
     for key, value in generation_config(file).items():
         setattr(model.generation_config, key, value)
-    made = family.backend[tensors.bits is not None](model, name=name, check=check)
+    made = _backend(model, family, backend, few=tensors.bits is not None, name=name, check=check)
     made.facts = replace(made.facts, bits=tensors.bits)
     if family.kind in PREDICTING:
         made.prediction = _prediction(filling, file, name)
     return made
+
+
+def _backend(model: Any, family: ModuleFamily, asked: str, *, few: bool, name: str, check: bool) -> HFBackend:
+    """The backend of a model that has the weights of a file, whether these have few bits or are floats."""
+    if asked in ("auto", family.backend[0].kind) and family.backend != family.modules:
+        why = why_unread(model)
+        if why is None:
+            try:
+                return family.backend[few](model, name=name, check=check)
+            except UserError as cause:
+                why = str(cause)
+        if asked != "auto":
+            raise UnreadError(f"it has no lean forward: {why}")
+        _log.info("%s is read by transformers' own modules: %s", name, why)
+    family.finish(model.model)
+    return family.modules[few](model, name=name, check=check)
 
 
 def predicts(file: GGUFFile) -> bool:
@@ -613,7 +645,6 @@ class _Filling:
         for number, layer in enumerate(inner.layers):
             self._mix(layer, f"blk.{number}.")
             self._layer(layer, f"blk.{number}.")
-        family.finish(inner)
         self._refuse_left(each for each in self._unread if not each.startswith(file.prediction_layers))
 
     def prediction_layer(self, model: Any) -> Any:

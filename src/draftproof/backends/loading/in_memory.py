@@ -24,8 +24,9 @@ from draftproof.backends.hf.truncate import shallow
 from draftproof.backends.lean.backend import LeanForward, readable_traits
 from draftproof.backends.lean.graph_backend import forward_of
 from draftproof.backends.lean.layers import Lean
+from draftproof.backends.lean.module_backend import LeanModulesBackend
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
-from draftproof.backends.loading.by_name import LEAN_KINDS, suitable
+from draftproof.backends.loading.by_name import LEAN_KINDS, reads_modules, suitable
 from draftproof.backends.model_info import ModelInfo
 from draftproof.errors import UserError
 from draftproof.peak import available
@@ -53,6 +54,8 @@ def backend_in_memory(model: Any, *, backend: str = "auto", name: str | None = N
     refuse_training(model)
     twin = _twin(model)
     kind = suitable(twin) if backend == "auto" else backend
+    if kind == LeanModulesBackend.kind and reads_modules(twin):
+        return LeanModulesBackend(twin, pack=False, name=name, check=check)
     if backend == "auto" and kind in LEAN_KINDS and not _fits(model):
         kind = "hf"
     if kind in LEAN_KINDS:

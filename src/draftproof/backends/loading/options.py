@@ -50,11 +50,11 @@ class LoadOptions:
             if value not in legal:
                 raise UserError(f"{name}: expected one of {', '.join(legal)}, got {value!r}")
 
-    def own_dtype(self, default: torch.dtype, backend: str = "lean") -> torch.dtype | None:
-        """The dtype of hidden states where weights of few bits are read natively by `backend`; None elsewhere."""
+    def own_dtype(self, default: torch.dtype, backends: tuple[str, ...] = ("lean",)) -> torch.dtype | None:
+        """The dtype of hidden states where weights of few bits are read natively by `backends`; None elsewhere."""
         dtypes = {"auto": default, "float32": torch.float32, "bfloat16": torch.bfloat16}
         altered = self.adapter or self.attn_implementation or self.quantization_config is not None
-        if altered or self.tensor_parallel != 1 or self.backend not in ("auto", backend):
+        if altered or self.tensor_parallel != 1 or self.backend not in ("auto", *backends):
             return None
         on_cpu = isinstance(self.device, str | None) and parse_device(self.device).type == "cpu"
         return dtypes.get(self.dtype) if on_cpu else None

@@ -28,11 +28,11 @@ from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.quantized_modules import QuantizedLinear
 from draftproof.backends.lean.attention import Heads, NativeAttention, Pass
 from draftproof.backends.lean.mixture import StoredMixture
+from draftproof.backends.lean.module_backend import LeanModulesBackend, pack_layers, why_unread
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.lean.traits import UnreadError
 from draftproof.backends.loading.stored_mixtures import with_rounded_experts
-from draftproof.backends.products.linear_layers import linear_layers
-from draftproof.backends.products.packed_linear import LinearSlice, PlainProduct, SplitProduct, StoredProduct, fuse
+from draftproof.backends.products.packed_linear import LinearSlice, SplitProduct, StoredProduct
 from draftproof.errors import UserError, reason
 from draftproof.native.structures import PassMask
 
@@ -99,6 +99,10 @@ class StoredBackend(StoredWeights):
 
     def _mask(self, layout: Layout, window: int | None) -> Tensor:  # noqa: ARG002 - of HFBackend
         return torch.full((1, 1, 1, 1), window or 0)  # in place of a mask, for `attend`
+
+
+class StoredLeanBackend(StoredWeights, LeanModulesBackend):
+    """Such a model that the lean forward reads by its modules."""
 
 
 class StoredSnapshotBackend(StoredWeights, LeanSnapshotBackend):
@@ -211,6 +215,11 @@ def stored_backend(model: Any, name: str, *, snapshot: bool, check: bool) -> HFB
     """
     if snapshot:
         return StoredSnapshotBackend(model, name=name, check=check)
+    if why_unread(model) is None:
+        try:
+            return StoredLeanBackend(model, name=name, check=check)
+        except UserError as cause:
+            _log.info("%s is read by transformers' own modules: %s", name, cause)
     if not check:
         return StoredWeights(model, name=name, check=False)
     plain = model.config._attn_implementation  # noqa: SLF001 - has no public name
@@ -229,9 +238,9 @@ def rounded(backend: SlotBackend, bits: int, *, check: bool = True) -> SlotBacke
     Raises:
         UserError: as of `SlotBackend.rounded`, or of `quantized_modules.quantizing`.
     """
-    if type(backend) not in (HFBackend, LeanSnapshotBackend):
+    if type(backend) not in (HFBackend, LeanModulesBackend, LeanSnapshotBackend):
         return backend.rounded(bits)
-    assert isinstance(backend, HFBackend), "both are"
+    assert isinstance(backend, HFBackend), "all are"
     model = backend.rounded_copy(with_rounded_experts(backend.model, bits, backend.name), bits)
     snapshot = isinstance(backend, LeanSnapshotBackend)
     made = stored_backend(model, backend.name, snapshot=snapshot, check=check)
@@ -247,12 +256,4 @@ def _natively(model: Any) -> None:
     if odd:
         raise UnreadError(f"its attention is of kinds that are not known here ({', '.join(sorted(odd))})")
     model.set_attn_implementation(attention_name())
-    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
-    for path, each in linear_layers(model).items():
-        owner, _, name = path.rpartition(".")
-        if isinstance(each, nn.Linear) and id(each.weight) not in tables:
-            fuse(model.get_submodule(owner), [name])
-        elif isinstance(each, nn.Linear):
-            setattr(
-                model.get_submodule(owner), name, LinearSlice(PlainProduct(each.weight.detach()), 0, len(each.weight))
-            )
+    pack_layers(model)

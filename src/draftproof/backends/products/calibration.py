@@ -11,6 +11,7 @@ every run.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float32
@@ -98,10 +99,20 @@ class MeasuredLinear(nn.Module):
 
     def __init__(self, layer: nn.Module, statistics: InputStatistics) -> None:
         super().__init__()
-        self.weight = layer.weight
-        self.bias = layer.bias
-        self._layer = layer
+        self._layer: Any = layer
         self._statistics = statistics
+
+    @property
+    def weight(self) -> Tensor:
+        """That of the layer."""
+        weight: Tensor = self._layer.weight
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """That of the layer."""
+        bias: Tensor | None = self._layer.bias
+        return bias
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The layer's outputs."""

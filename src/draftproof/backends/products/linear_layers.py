@@ -9,6 +9,9 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from draftproof.backends.products.packed_linear import LinearSlice
+from draftproof.native.tensors import Interleaved, Plain
+
 
 def linear_layers(model: nn.Module) -> dict[str, Any]:
     """Modules that are plain linear layers, by path: of a class whose first member multiplies as one does."""
@@ -23,6 +26,23 @@ def linear_layers(model: nn.Module) -> dict[str, Any]:
         if plain[type(module)]:
             found[path] = module
     return found
+
+
+def packed_layers(model: nn.Module) -> dict[str, LinearSlice]:
+    """Modules that stand for a linear layer whose whole weight is a native product of floats, by path."""
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, LinearSlice) and isinstance(module.product.weight, Interleaved | Plain):
+            outs = torch.arange(module.product.weight.outs)
+            if module.outputs.equal(outs):
+                found[path] = module
+    return found
+
+
+def numbers_of(module: Any) -> Tensor:
+    """The weight of a linear layer, in whatever order its numbers lie."""
+    numbers: Tensor = module.product.numbers if isinstance(module, LinearSlice) else module.weight
+    return numbers
 
 
 def matrix_of(module: Any) -> Float[Tensor, "out in"] | None:

@@ -208,6 +208,11 @@ class PlainProduct(PackedLinear):
         self._operations = operations
         self._latest = None
 
+    @property
+    @override
+    def numbers(self) -> Tensor:
+        return self.dense()
+
     def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The product with every row."""
         return self._operations.rows_product(x, self.weight.weight, self.bias)

@@ -266,7 +266,7 @@ int NAME(draftproof_legal)(const ELEM *x, long rows, long dim) {
 
 /* The same fields as `AttentionArguments` in native/structures.py. */
 typedef struct {
-  ELEM *fused;            /* [tokens, heads + 2 key_heads, dim]; queries are rotated in place */
+  ELEM *fused;            /* [tokens, heads + 2 own, dim]; queries are rotated in place */
   const ELEM *cos, *sin;  /* of each token, `angles` apart; sin with the sign of rotate_half */
   void *keys, *values;    /* [slots, key_heads, capacity, dim]: of the rows' type, or int8 where there are scales */
   float *scales;          /* [slots, 2 key_heads, capacity]: of each head's keys, and behind them of its values; or 0 */
@@ -280,6 +280,7 @@ typedef struct {
   long columns, scratch_size; /* columns of a row that attend at once */
   long copied, held;          /* where a thread's copy of queries begins in its scratch, and outcomes of a tile */
   long outcomes, divided;     /* where the outcomes of spans begin; which of DIVISIONS */
+  long own;                   /* heads of new keys and values: all key heads, or 0 where others have written them */
   float scale, cap; /* cap: scores become cap tanh(score / cap), before the mask; 0 for none */
 } NAME(attention);
 
@@ -327,7 +328,7 @@ static void NAME(store_bytes)(const NAME(attention) * a, long slot, long head, l
 
 /* Rotate queries and keys of some tokens, and write keys and values to the cache; padding is not written. */
 static void NAME(store_tokens)(const NAME(attention) * a, long start, long stop) {
-  const long stride = (a->heads + 2 * a->key_heads) * a->dim;
+  const long stride = (a->heads + 2 * a->own) * a->dim;
   for (long row = 0; row < a->rows; row++) {
     const int64_t *place = a->places + 4 * row;
     const long from = place[3] > start ? place[3] : start, end = place[3] + place[2];
@@ -340,7 +341,7 @@ static void NAME(store_tokens)(const NAME(attention) * a, long start, long stop)
         NAME(turn)(a->dim, query, query, cos, sin);
         if (a->scales) NAME(hadamard_query)(a, query);
       }
-      for (long head = 0; head < a->key_heads; head++) {
+      for (long head = 0; head < a->own; head++) {
         const long at = ((place[0] * a->key_heads + head) * a->capacity + place[1] + column) * a->dim;
         const ELEM *value = fused + (a->heads + a->key_heads + head) * a->dim;
         ELEM turned[MOST_DIM], *key = a->scales ? turned : (ELEM *)a->keys + at;
@@ -489,7 +490,7 @@ INLINE float *NAME(outcome_of)(const NAME(attention) * a, const NAME(query_tile)
 }
 
 INLINE const ELEM *NAME(query_of)(const NAME(attention) * a, const NAME(query_tile) * t, long query) {
-  return a->fused + ((t->token + query / t->group) * (a->heads + 2 * a->key_heads) + t->head + query % t->group) * a->dim;
+  return a->fused + ((t->token + query / t->group) * (a->heads + 2 * a->own) + t->head + query % t->group) * a->dim;
 }
 
 INLINE ELEM *NAME(output_of)(const NAME(attention) * a, const NAME(query_tile) * t, long query) {
@@ -968,28 +969,38 @@ static void NAME(apply)(const NAME(linear) * l, const ELEM *x, const ELEM *onto,
 typedef struct {
   NAME(inputs) qkv, gate_up; /* qkv: without a product where nothing attends */
   NAME(linear) out, down;
-  const float *before, *mixed, *between, *made; /* scaled norms before attention, of what it made, and so for the gates;
-                                                   0 where there is none */
-  const float *turned;       /* that of each query and key head, or 0 */
+  NAME(linear) embedded_gate, embedded_out; /* of the layer's own embeddings of tokens, where it has some */
+  const float *before, *mixed, *between, *made, *embedded; /* scaled norms before attention, of what it made, and so for the
+                                                              gates, and of what the embeddings add; 0 where there is none */
+  const float *turned;       /* those of the first heads of queries, keys and values; or 0 */
   const float *sinks;        /* of `attention` */
   const NAME(mixture) *mixture; /* in place of gate_up and down or, where these have a product, beside them; or 0 */
   const NAME(mixer) *mixer;     /* in place of attention or beside it, or 0 */
   long size, inner;          /* of hidden states, and of the gated ones */
   long whole, activation;    /* whether all query heads have one norm, and all key heads; of the gates */
   long gates;                /* of what attention makes, behind queries, keys and values: as many numbers, or 0 */
-  float before_least, mixed_least, between_least, made_least, turned_least;
+  long own, normed;          /* heads of its keys, 0 where it reads those of another layer; heads that have a norm */
+  long embedded_size, embedded_first; /* numbers of its embedding of a token, and where they begin; 0 without */
+  float before_least, mixed_least, between_least, made_least, embedded_least, turned_least;
   float out_factor, down_factor; /* of what is added to x */
+  float leaving;                 /* factor of what the layer makes */
 } NAME(layer);
 
+/* What the layers of a pass share: embeddings of its tokens in all layers, [tokens, stride], or 0. */
+typedef struct {
+  const ELEM *of;
+  long stride;
+} NAME(embeddings);
+
 static void NAME(norm_heads)(const NAME(layer) * l, const NAME(attention) * a, long token) {
-  const long heads = a->heads + 2 * a->key_heads, both = a->heads + a->key_heads;
+  const long heads = a->heads + 2 * a->own;
   ELEM *at = a->fused + token * heads * a->dim;
   if (l->whole) {
     const long queries = a->heads * a->dim, keys = a->key_heads * a->dim;
     NAME(norm_row)(at, l->turned, at, queries, l->turned_least);
     NAME(norm_row)(at + queries, l->turned + queries, at + queries, keys, l->turned_least * keys / queries);
   } else
-    for (long head = 0; head < both; head++, at += a->dim)
+    for (long head = 0; head < l->normed; head++, at += a->dim)
       NAME(norm_row)(at, l->turned + head * a->dim, at, a->dim, l->turned_least);
 }
 
@@ -1015,8 +1026,9 @@ static void NAME(apply_onto)(const NAME(linear) * by, const ELEM *given, ELEM *x
 
 /* What attention makes of `given` is added to x; `work` is free. */
 static void NAME(attend_onto)(const NAME(layer) * l, NAME(attention) * a, const ELEM *given, ELEM *x, ELEM *work, long threads) {
-  const long tokens = a->tokens, wide = (a->heads + 2 * a->key_heads) * a->dim, mixed = a->heads * a->dim;
+  const long tokens = a->tokens, wide = (a->heads + 2 * l->own) * a->dim, mixed = a->heads * a->dim;
   ELEM *gates, *rest;
+  a->own = l->own;
   a->sinks = l->sinks;
   a->fused = work;
   a->out = a->fused + tokens * wide;
@@ -1041,8 +1053,23 @@ static void NAME(attend_onto)(const NAME(layer) * l, NAME(attention) * a, const 
                    rest + tokens * l->size, threads);
 }
 
+/* What a layer's own embeddings of tokens add to x: gates of x let them through. */
+static void NAME(embed_onto)(const NAME(layer) * l, const NAME(embeddings) * e, ELEM *x, ELEM *work, long tokens, long threads) {
+  const long size = l->embedded_size;
+  ELEM *made = work, *gate = made + tokens * l->size, *both = gate + tokens * size, *gated = both + 2 * tokens * size;
+  ELEM *rest = gated + tokens * size;
+  NAME(apply)(&l->embedded_gate, x, 0, gate, tokens, size, l->size, rest, threads);
+  for (long token = 0; token < tokens; token++) {
+    memcpy(both + 2 * token * size, gate + token * size, (size_t)size * sizeof *x);
+    memcpy(both + (2 * token + 1) * size, e->of + token * e->stride + l->embedded_first, (size_t)size * sizeof *x);
+  }
+  NAME(draftproof_gated)(both, gated, tokens, size, l->activation, threads);
+  NAME(apply_onto)(&l->embedded_out, gated, x, made, l->embedded, l->embedded_least, 1.0f, tokens, l->size, size, rest, threads);
+}
+
 /* One layer on x [tokens, size], in place, with keys, values and states stored; fused and out of `a` are set here, in `work`. */
-static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, const sequences *of, ELEM *x, ELEM *work, long threads) {
+static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, const sequences *of, const NAME(embeddings) * e, ELEM *x,
+                            ELEM *work, long threads) {
   const long tokens = a->tokens;
   ELEM *normed = work, *made = normed + tokens * l->size, *both = made + tokens * l->size;
   ELEM *gated = both + tokens * 2 * l->inner, *rest = gated + tokens * l->inner;
@@ -1059,24 +1086,30 @@ static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, const se
   if (l->mixture) {
     NAME(draftproof_mixture)(l->mixture, given, made, tokens, both, threads);
     NAME(join)(x, made, l->made, l->made_least, l->down_factor, tokens, l->size, threads);
-    if (!l->gate_up.count) return;
   }
-  NAME(project)(&l->gate_up, given, both, rest, tokens, l->size, threads);
-  NAME(draftproof_gated)(both, gated, tokens, l->inner, l->activation, threads);
-  NAME(apply_onto)(&l->down, gated, x, made, l->made, l->made_least, l->down_factor, tokens, l->size, l->inner, rest, threads);
+  if (l->gate_up.count) {
+    NAME(project)(&l->gate_up, given, both, rest, tokens, l->size, threads);
+    NAME(draftproof_gated)(both, gated, tokens, l->inner, l->activation, threads);
+    NAME(apply_onto)(&l->down, gated, x, made, l->made, l->made_least, l->down_factor, tokens, l->size, l->inner, rest, threads);
+  }
+  if (l->embedded_size) NAME(embed_onto)(l, e, x, work, tokens, threads);
+  for (long i = 0; l->leaving != 1.0f && i < tokens * l->size; i += LANES)
+    NAME(store_first)(x + i, tokens * l->size - i, mul(NAME(load_first)(x + i, tokens * l->size - i), splat(l->leaving)));
 }
 
 /* Layers after one another on x [tokens, size], in place, each with its keys, values and scales, and with the states of its
-   sequences where it keeps some (`states` [count, rows, STATES]); `LayerArguments.work` of structures.py is the size of
-   `work`. */
-void NAME(draftproof_layers)(const NAME(layer) * l, long count, NAME(attention) * a, void *const *keys, void *const *values,
-                             float *const *scales, const int64_t *spans, void *const *states, long rows, ELEM *x, ELEM *work,
-                             long threads) {
+   sequences where it keeps some (`states` [count, rows, STATES]). `which` says for each layer which of the attentions `a` is
+   its own; `LayerArguments.work` of structures.py is the size of `work`. */
+void NAME(draftproof_layers)(const NAME(layer) * l, long count, NAME(attention) * a, const int64_t *which, void *const *keys,
+                             void *const *values, float *const *scales, const int64_t *spans, void *const *states, long rows,
+                             const ELEM *embedded, long stride, ELEM *x, ELEM *work, long threads) {
+  const NAME(embeddings) e = {embedded, stride};
   for (long number = 0; number < count; number++) {
-    const sequences of = {spans, states ? states + number * rows * STATES : 0, rows, a->tokens};
-    a->keys = keys[number];
-    a->values = values[number];
-    a->scales = scales[number];
-    NAME(run_layer)(l + number, a, &of, x, work, threads);
+    NAME(attention) *own = a + which[number];
+    const sequences of = {spans, states ? states + number * rows * STATES : 0, rows, own->tokens};
+    own->keys = keys[number];
+    own->values = values[number];
+    own->scales = scales[number];
+    NAME(run_layer)(l + number, own, &of, &e, x, work, threads);
   }
 }
