@@ -56,7 +56,7 @@ class SessionDrafter(Protocol):
         """Called once, with the sessions of requests that ended: new sessions may begin with these."""
 
     def read(self, parts: Sequence[DraftRequest]) -> None:
-        """Read what a model will need of requests whose prompts are read in portions.
+        """Read what a model will need of requests whose prompts are read in chunks.
 
         The target has read all `tokens` of each but the last one. Reading may also wait until something is drafted.
         """

@@ -49,7 +49,7 @@ class DraftModel:
         # of the logits; a drafter calls `finish` when its drafts are made, which waits for the draft model's passes on
         # a device: so the host's clock shows what drafting takes
         self.checks = LogitsCheck()
-        self.kept = PrefixCache(0)
+        self.prefix_cache = PrefixCache(0)
         self._sessions: dict[int, Session] = {}
         self._transforms: dict[int, Transforms] = {}
 
@@ -69,7 +69,9 @@ class DraftModel:
         """The request's own session, which is kept from round to round."""
         if request.id not in self._sessions:
             running = list(self._sessions.values())
-            self._sessions[request.id] = self.kept.open(self.backend, request.tokens, running, request.cache_salt)
+            self._sessions[request.id] = self.prefix_cache.open(
+                self.backend, request.tokens, running, request.cache_salt
+            )
         return self._sessions[request.id]
 
     def unread(self, session: Session, request: DraftRequest) -> list[int]:
@@ -91,7 +93,7 @@ class DraftModel:
         """Keep the request's session for others."""
         session = self._sessions.pop(request_id, None)
         if session is not None:
-            self.kept.keep(self.backend, session, tokens)
+            self.prefix_cache.keep(self.backend, session, tokens)
 
     def depth(self, request: DraftRequest, limit: int) -> int:
         """Largest depth of a draft: limited by the request, by `limit` and by the model's context.
@@ -195,7 +197,7 @@ class ModelBacked(SessionDrafter):
 
     @override
     def reuse(self, kept: PrefixCache) -> None:
-        self.model.kept = kept
+        self.model.prefix_cache = kept
 
     @override
     def read(self, parts: Sequence[DraftRequest]) -> None:

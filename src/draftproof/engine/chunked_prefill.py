@@ -11,13 +11,13 @@ from typing import NamedTuple
 EXTRA = 0.6  # time of a round beyond a usual one, as a share of it
 FIRST, LEAST, MOST = 8, 2, 512  # tokens
 EVEN = 512  # tokens before one at which attending to them is taken to cost as much as all else of a token
-REFRESH = 32  # rounds with portions after which one without shows what a usual round takes
-_WINDOW, _PORTIONS = 5, 15  # newest rounds that count: of each number of requests, and with portions
-_FLOOR = 0.02  # least time of a portion, as a share of a usual round
+REFRESH = 32  # rounds with chunks after which one without shows what a usual round takes
+_WINDOW, _CHUNKS = 5, 15  # newest rounds that count: of each number of requests, and with chunks
+_FLOOR = 0.02  # least time of a chunk, as a share of a usual round
 
 
 class _Added(NamedTuple):
-    """What a portion has added to a round."""
+    """What a chunk has added to a round."""
 
     seconds: float  # for one token
     tokens: int
@@ -28,11 +28,11 @@ class ChunkSize:
     """Chooses the number of prompt tokens that a round reads, by what rounds with and without them have taken.
 
     A usual round is one of as many requests as run: those whose prompts are read will soon make it as long. What a
-    round takes without portions is known for each number of tokens in the target's pass that was seen, one of each
+    round takes without chunks is known for each number of tokens in the target's pass that was seen, one of each
     request and those that are drafted, and for others by the line through two of them. A token takes the median of what
-    portions have added to such rounds, where about as many tokens stood before those of the portion; what was measured
+    chunks have added to such rounds, where about as many tokens stood before those of the chunk; what was measured
     at another depth counts as if the cost grew evenly with it, and twice as high EVEN tokens deep as at the beginning.
-    Drafting, which may take another time in each round, counts by itself. A round with a portion may take the share
+    Drafting, which may take another time in each round, counts by itself. A round with a chunk may take the share
     `extra` of a usual one beyond it.
     """
 
@@ -56,7 +56,7 @@ class ChunkSize:
         largest = max(each.tokens for each in figures)  # nothing is known of much larger ones
         return int(min(max(room / token, LEAST), 2 * largest, MOST))
 
-    def spent(self, seconds: float, tokens: int, others: int, drafting: float = 0.0, depth: int = 0) -> None:
+    def record_time(self, seconds: float, tokens: int, others: int, drafting: float = 0.0, depth: int = 0) -> None:
         """Take in the time of a round, besides `drafting`.
 
         It has read `tokens` of prompts, which stand `depth` tokens deep on average. `others` are in the target's pass
@@ -71,10 +71,10 @@ class ChunkSize:
         if self._usual:
             usual = self._round(others)
             added = _Added(max(seconds - usual, _FLOOR * usual) / tokens, tokens, depth)
-            self._added.setdefault(_magnitude(depth), deque(maxlen=_PORTIONS)).append(added)
+            self._added.setdefault(_magnitude(depth), deque(maxlen=_CHUNKS)).append(added)
 
     def _round(self, rows: int) -> float:
-        """Seconds of a round without portions; of more tokens than were seen, at most twice those of the most."""
+        """Seconds of a round without chunks; of more tokens than were seen, at most twice those of the most."""
         known = sorted(self._usual)
         place = min(max(bisect_left(known, rows), 1), len(known) - 1)
         below, above = (known[0], known[-1]) if rows > known[-1] else (known[place - 1], known[place])

@@ -36,20 +36,20 @@ from draftproof.verifiers.base import Verifier
 class Engine(DecodingLoop):
     """Generates from a target model, speculatively when it is given a drafter; arguments as of `DecodingLoop`."""
 
-    _kept: CostFile | None = None
+    _cost_file: CostFile | None = None
     _draft: DraftBackend | None = None
     _options: EngineOptions | None = None
     _named_rule: Verifier | None = None
 
     def keep_costs(self) -> None:
         """Begin with what earlier runs learned of rounds with these models, and keep what this one learns."""
-        self._kept = CostFile(self)
+        self._cost_file = CostFile(self)
 
     @override
     def idle(self) -> None:
         """Writes what was learned."""
-        if self._kept is not None:
-            self._kept.idle()
+        if self._cost_file is not None:
+            self._cost_file.idle()
 
     def update_weights(
         self,
@@ -76,8 +76,8 @@ class Engine(DecodingLoop):
                 raise UserError("this engine was not made by Engine.load or Engine.assemble: make a new one")
             if draft_weights is not None and self._draft is None:
                 raise UserError("draft_weights were given, and the engine has no draft model: leave them out")
-            if self._kept is not None:
-                self._kept.write()
+            if self._cost_file is not None:
+                self._cost_file.write()
             draft = self._draft
             if draft is not None and draft_weights is not None:
                 draft = draft.with_weights(draft_weights)
@@ -90,7 +90,7 @@ class Engine(DecodingLoop):
             self.verifier = fresh.verifier
             self.seeded_verifier = fresh.seeded_verifier
             self._draft = draft
-            self._kept = fresh._kept  # noqa: SLF001 - of this class
+            self._cost_file = fresh._cost_file  # noqa: SLF001 - of this class
             self._schedule()
 
     @classmethod

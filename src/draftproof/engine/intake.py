@@ -121,7 +121,7 @@ class RequestIntake:
             prediction: a text or token ids that much of the answer may repeat; it is drafted from, and changes nothing
                 about the output distribution.
             offline: whether nobody waits for each of its tokens, so that it may wait while the prompts of others are
-                read. Beside requests that may not, prompts are read in portions, so that a round takes less than twice
+                read. Beside requests that may not, prompts are read in chunks, so that a round takes less than twice
                 its usual time.
             speculates: without it nothing is drafted, which is plain decoding.
             cache_salt: what was read or written for the prompt is used for requests with the same salt only, so that

@@ -137,7 +137,7 @@ class DecodingLoop(RequestIntake):
     def forget(self) -> None:
         """Release what is kept of requests that ended; later requests read their whole prompts."""
         with self._lock:
-            self.scheduler.kept.clear()
+            self.scheduler.prefix_cache.clear()
 
     def idle(self) -> None:
         """Called when the last request has ended; for subclasses."""
@@ -198,7 +198,7 @@ class DecodingLoop(RequestIntake):
                 else:
                     if not plan.reads:
                         seconds = time.perf_counter() - start
-                        self._threads.spent(seconds, sum(row.place for row in plan.rows) - before)
+                        self._threads.record_time(seconds, sum(row.place for row in plan.rows) - before)
                     return
 
     def _round(self, plan: Plan, start: float) -> None:
@@ -213,18 +213,18 @@ class DecodingLoop(RequestIntake):
         drafting = seconds.draft
         with seconds.measure("target"):
             feeds = [self._feed(row, draft) for row, draft in zip(rows, drafts, strict=True)]
-            feeds += [portion.feed(self.target.device) for portion in plan.chunks]
+            feeds += [chunk.feed(self.target.device) for chunk in plan.chunks]
             outputs = self.target.forward(feeds)
         if plan.chunks:
             self._end(plan.chunks, outputs[len(rows) :])
             with seconds.measure("draft"):
-                self._sessions.read([portion.draft_request() for portion in plan.chunks])
+                self._sessions.read([chunk.draft_request() for chunk in plan.chunks])
         if rows:
             self._decide(rows, drafts, outputs[: len(rows)], rng, seconds)
         seconds.total = time.perf_counter() - start
-        self.scheduler.spent(plan, seconds.total - drafting, sum(map(len, drafts)), drafting)
-        for row in [*rows, *(portion.row for portion in plan.chunks)]:
-            row.stats.spend(seconds)
+        self.scheduler.record_time(plan, seconds.total - drafting, sum(map(len, drafts)), drafting)
+        for row in [*rows, *(chunk.row for chunk in plan.chunks)]:
+            row.stats.add_time(seconds)
         if rows:
             self.drafter.spent(
                 RoundTime(
@@ -233,14 +233,14 @@ class DecodingLoop(RequestIntake):
                     rows=len(rows),
                     depth=max(draft.depth for draft in drafts),
                     nodes=sum(map(len, drafts)) / len(rows),
-                    # A round that read a portion says nothing about others, however small it was.
+                    # A round that read a chunk says nothing about others, however small it was.
                     reads=PREFILL_CHUNK if plan.chunks else max(len(feed.tokens) for feed in feeds),
                 )
             )
 
-    def _end(self, portions: Sequence[PrefillChunk], outputs: Sequence[FeedOutput]) -> None:
-        """Hand the logits of portions to their requests, where they are wanted."""
-        scored = [(part, each.logits) for part, each in zip(portions, outputs, strict=True) if part.scored]
+    def _end(self, chunks: Sequence[PrefillChunk], outputs: Sequence[FeedOutput]) -> None:
+        """Hand the logits of chunks to their requests, where they are wanted."""
+        scored = [(part, each.logits) for part, each in zip(chunks, outputs, strict=True) if part.scored]
         for part, logits in scored:
             self._checks.add(part.row.id, logits, f"the target ({self.target.name})")
         self._checks.finish()

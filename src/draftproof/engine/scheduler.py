@@ -45,14 +45,14 @@ class PrefillChunk:
         return Feed(self.row.session, self.tokens)
 
     def end(self, logits: Float[Tensor, "rows vocab"]) -> None:
-        """Take in the target's logits of a scored portion."""
+        """Take in the target's logits of a scored chunk."""
         session = self.row.session
         assert session is not None, "planned requests have a session"
         unread(session, self.row.tokens)  # accepts what was read as drafted tokens
         self.row.score(logits, session.length - len(self.tokens))
 
     def draft_request(self) -> DraftRequest:
-        """What the drafter may read when the target has read the portion."""
+        """What the drafter may read when the target has read the chunk."""
         assert self.row.session is not None, "planned requests have a session"
         return replace(self.row.draft_request(1), tokens=self.row.tokens[: self.row.session.length + 1])
 
@@ -120,9 +120,9 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.chunk_size = ChunkSize()
-        self.kept = PrefixCache() if prefix_reuse else PrefixCache(0)  # sessions of requests that ended
-        self.kept.most_nbytes = room_for_sessions(target.device) if kv_memory is None else kv_memory
-        drafter.reuse(self.kept)
+        self.prefix_cache = PrefixCache() if prefix_reuse else PrefixCache(0)  # sessions of requests that ended
+        self.prefix_cache.most_nbytes = room_for_sessions(target.device) if kv_memory is None else kv_memory
+        drafter.reuse(self.prefix_cache)
         self.budget = MemoryBudget(kv_memory, lambda: [target, *drafter.backends], spare)
         self._target = target
         self._drafter = drafter
@@ -132,7 +132,9 @@ class Scheduler:
     @property
     def use(self) -> MemoryUse:
         """Memory at this moment."""
-        return MemoryUse(self.budget.needed(self._lengths()), self.kept.nbytes, self.budget.most, self.kept.reused)
+        return MemoryUse(
+            self.budget.needed(self._lengths()), self.prefix_cache.nbytes, self.budget.most, self.prefix_cache.reused
+        )
 
     def _lengths(self) -> list[int]:
         return [len(row.tokens) for row in self.running]
@@ -159,8 +161,8 @@ class Scheduler:
             return True
         if not self.budget.fits(lengths):
             return False
-        while not self.budget.fits(lengths, self.kept.nbytes):
-            self.kept.drop()
+        while not self.budget.fits(lengths, self.prefix_cache.nbytes):
+            self.prefix_cache.drop()
         return True
 
     def _stop_last(self) -> Request:
@@ -175,7 +177,7 @@ class Scheduler:
         self.running.remove(row)
         if well and row.session is not None:
             self._drafter.ended(row.id, row.tokens)
-            self.kept.keep(self._target, row.session, row.tokens)
+            self.prefix_cache.keep(self._target, row.session, row.tokens)
             row.session = None
         self._close(row)
 
@@ -247,7 +249,7 @@ class Scheduler:
             row.session.cache_salt = row.cache_salt
         elif row.session is None:
             others = [each.session for each in self.running if each.session is not None]
-            row.session = self.kept.open(self._target, row.tokens, others, row.cache_salt)
+            row.session = self.prefix_cache.open(self._target, row.tokens, others, row.cache_salt)
             row.reused = row.session.length
         return unread(row.session, row.tokens)
 
@@ -258,12 +260,12 @@ class Scheduler:
         """
         if row.awaits_scores:
             return True
-        if row.session is not None or row.unscored or not self.kept.most:
+        if row.session is not None or row.unscored or not self.prefix_cache.most:
             return False
         for other in self.running[: self.running.index(row)]:
             if other.reading and other.cache_salt == row.cache_salt:
                 shared = common_prefix(other.tokens, row.tokens[:-1])
-                if shared >= max(self.kept.shortest, len(row.tokens) // 2) and self._will_reach(other, shared):
+                if shared >= max(self.prefix_cache.shortest, len(row.tokens) // 2) and self._will_reach(other, shared):
                     return True
         return False
 
@@ -274,7 +276,7 @@ class Scheduler:
             return True
         return other.session.reach(min(shared, other.session.stem)) < shared
 
-    def spent(self, plan: Plan, seconds: float, drafted: int, drafting: float) -> None:
+    def record_time(self, plan: Plan, seconds: float, drafted: int, drafting: float) -> None:
         """Record a finished round: its seconds without drafting, the drafted tokens, and the seconds of drafting."""
         if plan.has_interactive:
-            self.chunk_size.spent(seconds, plan.reads, plan.decoded + drafted, drafting, plan.depth)
+            self.chunk_size.record_time(seconds, plan.reads, plan.decoded + drafted, drafting, plan.depth)

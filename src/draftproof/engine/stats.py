@@ -98,7 +98,7 @@ class Stats:
             for place in range(places):
                 reached[place] += 1
 
-    def spend(self, seconds: Seconds) -> None:
+    def add_time(self, seconds: Seconds) -> None:
         """Add the time of a round, after its counts."""
         self.seconds.add(seconds)
         if self.num_tokens and not self.num_first_tokens:

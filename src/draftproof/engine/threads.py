@@ -132,7 +132,7 @@ class ThreadCount:
             return self._other
         return self.count
 
-    def spent(self, seconds: float, tokens: int) -> None:
+    def record_time(self, seconds: float, tokens: int) -> None:
         """Take in a round without prompts: its time, and how many tokens it gave."""
         if self._most < 2 or self._interruptions is None or omp_set_num_threads() is None:
             return
@@ -146,7 +146,7 @@ class ThreadCount:
 
     def _watch(self) -> None:
         """Begin a comparison, where it is time for one."""
-        assert self._interruptions is not None, "checked by spent"
+        assert self._interruptions is not None, "checked by record_time"
         now = self._clock()
         if now - self._since < _WINDOW:
             return

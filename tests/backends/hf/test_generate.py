@@ -79,7 +79,7 @@ def test_requests_that_begin_alike_share_nothing_and_long_prompts_are_read_at_on
     engine = Engine(PlainBackend(model), max_batch=3)
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     first = engine.generate([prompt], greedy)[0].token_ids
-    assert len(engine.scheduler.kept) == 0
+    assert len(engine.scheduler.prefix_cache) == 0
     requests = [*engine.add(prompt[:2], greedy)]
     engine.step()
     requests += [*engine.add(prompt, greedy), *engine.add([*prompt, *first[:2]], greedy)]
