@@ -108,7 +108,7 @@ def test_names_and_their_meaning():
 
 
 def test_where_nothing_has_weights_of_its_own_it_is_refused():
-    with pytest.raises(UserError, match=r"and there is no draft model"):
+    with pytest.raises(UserError, match="but there is no draft model"):
         Engine.load("embedded:stories", draft_dtype="bfloat16")
     with pytest.raises(UserError, match=r"choose drafter quantized:4"):
         Engine.load("embedded:stories", draft_dtype="int4")

@@ -560,11 +560,9 @@ def test_requests_wait_for_memory_and_the_rest_is_refused_with_numbers():
     assert [tuple(each.output_ids) for each in (first, second)] == [
         alone("lean", "none", tuple(words(i, 100)), i, 8, False) for i in range(2)
     ]
-    with pytest.raises(UserError, match=r"needs up to .* for 2000 tokens, and kv_memory is .*, enough for \d+ tokens"):
+    with pytest.raises(UserError, match=r"needs up to .* for 2000 tokens, but kv_memory is .*, enough for \d+ tokens"):
         under_test.add(words(3, 1990), params(3, tokens=10))
-    with pytest.raises(
-        UserError, match=r"kv_memory: expected at least .*, what one token needs with its draft, got 10 bytes"
-    ):
+    with pytest.raises(UserError, match=r"kv_memory: expected at least .*, for one token and its draft, got 10 bytes"):
         made("lean", kv_memory=10)
     (open_ended,) = under_test.add(words(4, 100), SamplingParams(max_tokens=None, ignore_eos=True))
     assert open_ended.max_tokens < 200, "without a number of its own it gets what there is"
@@ -689,5 +687,5 @@ def test_a_request_that_waits_again_reports_each_token_of_its_prompt_once():
 
 def test_a_target_that_cannot_read_drafts_refuses_logprobs_of_prompts():
     engine = Engine(PlainBackend(random_model(CONFIG), name="small"))
-    with pytest.raises(UserError, match="prompt_logprobs cannot be had"):
+    with pytest.raises(UserError, match="prompt_logprobs is not supported with this target"):
         engine.add([1, 2], asked())

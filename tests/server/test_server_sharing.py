@@ -194,7 +194,7 @@ def test_the_index_of_a_salt_goes_with_its_last_request():
 
     def run(name, salt, tokens):
         asked = replace(request(tokens, name), cache_salt=salt)
-        drafter.look([asked])
+        drafter.matches([asked])
         drafter.release(name)
 
     run(0, "a", range(10))
@@ -210,11 +210,11 @@ def test_the_index_of_a_salt_goes_with_its_last_request():
 
 def test_a_request_that_does_not_share_its_text_leaves_none():
     drafter = SuffixDrafter(4)
-    drafter.look([replace(request([1, 2, 3, 4, 5], 0), share_text=False)])
+    drafter.matches([replace(request([1, 2, 3, 4, 5], 0), share_text=False)])
     drafter.release(0)
     assert drafted(drafter, [1, 2], 1) == ()
-    drafter.look([request([7, 8, 9, 6], 2)])
-    (found,) = drafter.look([replace(request([7, 8], 3), share_text=False)])
+    drafter.matches([request([7, 8, 9, 6], 2)])
+    (found,) = drafter.matches([replace(request([7, 8], 3), share_text=False)])
     assert found.tokens == []
 
 

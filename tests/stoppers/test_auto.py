@@ -719,15 +719,15 @@ def test_nothing_is_drafted_for_what_it_shows_beside_prompts_that_are_read():
     """The time of such a round is not learned from, and everybody would wait for it."""
     stopper = Auto()
     stopper.begin([1, 2], 1)
-    assert stopper.plan.needed
+    assert stopper.plan.measures
     stopper.spent(RoundTime(0.0, 1.0, 2, 0, 0, reads=100))
     for _ in range(20):
         stopper.begin([1, 2], 1)
-        assert not stopper.plan.needed
+        assert not stopper.plan.measures
         stopper.spent(RoundTime(0.1, 1.0, 2, stopper.plan.length, stopper.plan.length, reads=100))
     stopper.spent(RoundTime(0.0, 1.0, 2, 0, 0))
     stopper.begin([1, 2], 1)
-    assert stopper.plan.needed
+    assert stopper.plan.measures
 
 
 @pytest.mark.usefixtures("clock")

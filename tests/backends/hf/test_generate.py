@@ -129,7 +129,7 @@ def test_a_pass_that_fails_leaves_nothing_behind(monkeypatch):
 def test_drafts_are_refused_when_an_engine_is_made_and_when_they_are_fed():
     made = PlainBackend(rwkv(), name="rwkv", because="it has no cache")
     with pytest.raises(
-        UserError, match=r"drafter ngram:4 drafts, and .* from rwkv \(it has no cache\): use drafter none"
+        UserError, match=r"drafter ngram:4 cannot be used, because .* from rwkv \(it has no cache\): use drafter none"
     ):
         Engine(made, NgramDrafter(4))
     with pytest.raises(ValueError, match="reads no drafts"):

@@ -1,4 +1,4 @@
-"""The door to models by name: `load` gives a model's tokenizer and its backend, and owns all steps between."""
+"""Loading of models by name: `load` returns a model's tokenizer and its backend, and owns all steps between."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftproof.server.aside import TimeOver, time_limit
+from draftproof.server.background import TimeOver, time_limit
 from draftproof.server.dialects.families import DIALECTS, Call, Dialect
 from draftproof.server.errors import ApiError, endless_template
 

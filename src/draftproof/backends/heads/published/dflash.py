@@ -217,7 +217,7 @@ def _places(feed: Feed) -> range:
 
 
 class DFlashBackend(ParallelHeadBackend):
-    """A DFlash head over the target it was made for, or one of its kin."""
+    """A head of the DFlash family over the target that it was made for."""
 
     def __init__(self, source: str, target: SlotBackend, kind: type[DFlashNet] = DFlashNet) -> None:
         files = read_head(source, kind.algorithm)
