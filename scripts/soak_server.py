@@ -72,7 +72,7 @@ class Server(app.Server):
 def state(*_):
     worker, engine = made[0].worker, made[0].engine
     found = {"rows": len(worker._rows), "open": len(worker._open), "busy": engine.busy, "rounds": rounds[0]}
-    cached = sum(each.backend is engine.target for each in engine.scheduler.prefix_cache._kept)
+    cached = sum(each.backend is engine.target for each in engine.scheduler.prefix_cache._entries)
     found["slots"] = engine.target.cache.in_use - cached
     with open(os.environ["SOAK_STATE"] + ".new", "w") as file:
         json.dump(found, file)

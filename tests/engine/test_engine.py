@@ -489,7 +489,7 @@ def test_a_prompt_can_be_read_only(verifier):
 
 def test_parameters_that_do_not_fit_are_refused():
     under_test = engine()
-    with pytest.raises(UserError, match="2 SamplingParams for 3 prompts"):
+    with pytest.raises(UserError, match="params: expected one SamplingParams, or 3 for as many prompts, got 2"):
         under_test.generate(list(PROMPTS[:3]), [GREEDY, GREEDY])
     with pytest.raises(ValueError, match="max_tokens: expected an integer >= 0, or None for no limit, got -1"):
         SamplingParams(max_tokens=-1)

@@ -147,7 +147,7 @@ def test_a_salt_changes_what_is_read_and_nothing_else():
         assert engine.generate(LETTER, params, cache_salt=salt)[0].text == expected
         assert (engine.scheduler.prefix_cache.reused > before) is reuses, number
     assert first == 0
-    assert {each.session.cache_salt for each in engine.scheduler.prefix_cache._kept} == {"", "a", "b"}
+    assert {each.session.cache_salt for each in engine.scheduler.prefix_cache._entries} == {"", "a", "b"}
 
 
 def test_the_draft_model_keeps_salts_apart_too():
@@ -226,5 +226,5 @@ def test_kept_sessions_with_another_salt_are_not_closed_for_this_one():
         session = kept.open(engine.target, tokens[:length], (), salt)
         engine.target.forward([Feed(session, tokens[session.length : length])])
         kept.keep(engine.target, session, tokens[: length + 1])
-    assert sorted(each.session.length for each in kept._kept) == [10, 15, 20]
+    assert sorted(each.session.length for each in kept._entries) == [10, 15, 20]
     kept.clear()

@@ -17,7 +17,7 @@ from draftproof.drafters.sampled_tree import chains_drafter
 from draftproof.stoppers.base import Stopper
 
 
-class FollowingModel(DraftModel):
+class HeadDraftModel(DraftModel):
     """A head of this target as a draft model; `temperature` and `top_k` as in `DraftModel`."""
 
     stationary = False  # in the next round it reads the target's states of the accepted tokens instead of its own
@@ -72,6 +72,6 @@ def _owner(request: DraftRequest) -> Session:
     return request.session
 
 
-def following_drafter(model: FollowingModel, stopper: Stopper, name: str, *, chains: int = 1) -> Drafter:
+def head_drafter(model: HeadDraftModel, stopper: Stopper, name: str, *, chains: int = 1) -> Drafter:
     """A drafter of one chain, or of K i.i.d. chains, from a head."""
     return chains_drafter(model, stopper, chains=chains, name=name + (f":x{chains}" if chains > 1 else ""))

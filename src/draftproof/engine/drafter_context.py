@@ -12,7 +12,7 @@ from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.base import TargetHead
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
-from draftproof.drafters.head import FollowingModel, following_drafter
+from draftproof.drafters.head import HeadDraftModel, head_drafter
 from draftproof.engine.composition import DrafterTraits
 from draftproof.engine.parts import Part, StopperPart
 from draftproof.engine.stopper_parts import DEFAULT_STOPPER, make_stopper
@@ -50,12 +50,12 @@ class DrafterContext:
         assert self.draft is not None, "checked by make_drafter"
         return DraftModel(self.draft, vocab_size=self.target.vocab_size, **self.changes)
 
-    def following(self, head: TargetHead, name: str, chains: int) -> Drafter:
-        """The drafter from a head that follows the target."""
-        model, stopper = FollowingModel(head, self.target_backend(name), **self.changes), self.make_stopper()
+    def head_drafter(self, head: TargetHead, name: str, chains: int) -> Drafter:
+        """The drafter of a head on the target's hidden states."""
+        model, stopper = HeadDraftModel(head, self.target_backend(name), **self.changes), self.make_stopper()
         if head.deepest is not None and isinstance(stopper, Auto):
             stopper.limit = min(stopper.limit, head.deepest)  # longer drafts never happen, so they must not be planned
-        return following_drafter(model, stopper, name, chains=chains)
+        return head_drafter(model, stopper, name, chains=chains)
 
     def target_backend(self, name: str) -> SlotBackend:
         """The target, for drafters that share its cache; raises UserError if it has no slot cache."""

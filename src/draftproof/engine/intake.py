@@ -128,8 +128,8 @@ class RequestIntake:
             speculates: False for plain decoding of this request.
             cache_salt: cached data of the request is reused only by requests with the same salt, so that clients with
                 different salts learn nothing of each other from the time or the drafts of an answer.
-            share_text: whether drafters that look up tokens in other requests may use those of this one, and
-                theirs for it.
+            share_text: whether drafters that look up tokens in other requests may use this request's tokens, and
+                other requests' tokens for this one.
             constraint: the compiled grammar of `params`, if it was compiled before.
             reasoning: how the output begins, if the prompt is the token ids of a chat; for messages it is found here.
             patient: the old name of `offline`, for one more version.

@@ -373,10 +373,10 @@ class DecodingLoop(RequestIntake):
         many = as_prompts(prompts)
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
-            raise UserError(f"{len(each)} SamplingParams for {len(many)} prompts: give one, or one for each")
+            raise UserError(f"params: expected one SamplingParams, or {len(many)} for as many prompts, got {len(each)}")
         texts = [predictions] * len(many) if predictions is None or isinstance(predictions, str) else list(predictions)
         if len(texts) != len(many):
-            raise UserError(f"{len(texts)} predictions for {len(many)} prompts: give one text, or one for each")
+            raise UserError(f"predictions: expected one text, or {len(many)} for as many prompts, got {len(texts)}")
         requests: list[Request] = []
         try:
             for prompt, own, text in zip(many, each, texts, strict=True):

@@ -45,7 +45,7 @@ class PromptReader:
         """Text and token ids of a prompt; the text is None for token ids."""
         if isinstance(prompt, str):
             if not prompt:
-                raise UserError("the prompt is empty: give some text, or token ids to start from a special token")
+                raise UserError("the prompt is empty: pass some text, or token ids to start from a special token")
             return prompt, self._ids(prompt, add_special_tokens=True)
         items: list[Any] = list(prompt)
         if items and isinstance(items[0], Mapping):

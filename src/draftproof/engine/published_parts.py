@@ -31,7 +31,7 @@ def _head(name: str, load: Callable[[str, SlotBackend], TargetHead]) -> Callable
         where, chains = _named(name, argument)
         with rounded_head(f"the head {where}", parts.bits):
             head = load(where, parts.target_backend(name))
-        return parts.following(head, name, chains)
+        return parts.head_drafter(head, name, chains)
 
     return build
 
@@ -73,7 +73,7 @@ def _mtp(parts: DrafterContext, argument: str) -> Drafter:
     target = parts.target_backend("mtp")
     with rounded_head(f"the head {where or 'of the target itself'}", parts.bits):
         head: TargetHead = mtp_head_backend(where, target) if where else mtp_backend(target)
-    return parts.following(head, "mtp", chains)
+    return parts.head_drafter(head, "mtp", chains)
 
 
 PUBLISHED = (

@@ -85,8 +85,8 @@ def _heads_of(draft: str | None) -> Path | None:
 
 def _refuse_oracle(argument: str, draft: str | None) -> Stopper:  # noqa: ARG001
     raise UserError(
-        "stopper oracle needs a recorded run (it knows the target's greedy tokens in advance): "
-        "it is for analysis in Python, draftproof.stoppers.history.Oracle"
+        "stopper oracle needs a recorded run (it knows the target's greedy tokens in advance): use "
+        "draftproof.stoppers.history.Oracle in Python, for analysis"
     )
 
 

@@ -501,7 +501,7 @@ class EngineWorker:
 
     def _deliver(self) -> None:
         """Pass all pieces to the event loop at once."""
-        out = {job: found for job, found in self._out.items() if _wanted(job, *found)}
+        out = {job: found for job, found in self._out.items() if _needs_delivery(job, *found)}
         if not out:
             return
         self._out = {job: found for job, found in self._out.items() if job not in out}
@@ -554,5 +554,5 @@ def _release(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _wanted(job: Job, pieces: Sequence[Piece], error: ApiError | None) -> bool:
+def _needs_delivery(job: Job, pieces: Sequence[Piece], error: ApiError | None) -> bool:
     return job.streams or error is not None or any(piece.finish_reason is not None for piece in pieces)

@@ -159,7 +159,7 @@ class Auto(StopperBase):
             trial = self._trial(members, max(best.length, 2), rounds=self._again)
             self._again -= trial is not None
             return trial
-        hopeless = not best.length and costs.knows_fewer(batch)  # drafts that do not pay in small batches never will
+        hopeless = not best.length and costs.knows_fewer(batch)  # they pay even less than in smaller batches
         if not costs.lacks(batch) or self._credit < 1 or hopeless:
             return None
         if not costs.passes.last_was_plain and costs.passes.lacks(batch):

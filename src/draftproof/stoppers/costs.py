@@ -253,7 +253,7 @@ class DraftCosts:
 
     def restore(self, found: dict[str, Any]) -> None:
         """Start from figures that `to_dict` returned in an earlier run."""
-        for size, line in _kept_lines(found).items():
+        for size, line in _stored_lines(found).items():
             self._lines.setdefault(size, self._new_line(*line, kept=TRIALS))
         self.version += 1
 
@@ -367,7 +367,7 @@ class LearnedCosts:
 
     def restore(self, found: dict[str, Any]) -> None:
         """Start from figures that `to_dict` returned in an earlier run; contradicting figures soon replace them."""
-        lines = _kept_lines(found["draft"])
+        lines = _stored_lines(found["draft"])
         self.passes.restore(found["rest"])
         for size, line in lines.items():
             self._drafting[size] = Line(*line, kept=TRIALS, unit=partial(self.passes.rest, size), least=0.5)
@@ -381,7 +381,7 @@ def _of_more(slope: float, times: float) -> float:
     return slope if slope >= 1 else times * slope / (1 + (times - 1) * slope)
 
 
-def _kept_lines(found: dict[str, Any]) -> dict[int, tuple[float, float]]:
+def _stored_lines(found: dict[str, Any]) -> dict[int, tuple[float, float]]:
     """Start and slope by number of requests, from a file."""
     lines = {int(size): (float(start), float(slope)) for size, (start, slope) in found.items()}
     for size, line in lines.items():
