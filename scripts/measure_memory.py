@@ -143,7 +143,7 @@ def _decoded(engine: Engine, batch: int, *, paged: bool) -> Any:
 
 
 def pauses(engine: Engine, figures: dict[str, Any], long: int, known: int) -> list[str]:
-    """Times of rounds while prompts of several lengths arrive, read in portions and at once.
+    """Times of rounds while prompts of several lengths arrive, read in chunks and at once.
 
     Of the longest prompt, `known` tokens are taken over from an earlier request, so that only its end is read.
     """
@@ -228,7 +228,7 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 def reuse(engine: Engine, figures: dict[str, Any], _: int) -> list[str]:
     """Time to the first token: the second turn of a chat, a shared system prompt, several continuations."""
-    kept, rows = engine.scheduler.kept, []
+    kept, rows = engine.scheduler.prefix_cache, []
     most = kept.most
     for name, work in WORK.items():
         times: dict[int, list[float]] = {most: [], 0: []}
@@ -293,7 +293,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.processor_time:
         torch.set_num_threads(1)
-        time.perf_counter = time.process_time  # also for the engine, which chooses portions by it
+        time.perf_counter = time.process_time  # also for the engine, which chooses chunks by it
     facts = run_facts(torch.device("cpu"))
     start, figures, lines = time.perf_counter(), dict[str, Any](), list[str]()
     engine = Engine.load(options.target, dtype=options.dtype, device="cpu", drafter="none", max_batch=40)

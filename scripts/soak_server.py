@@ -72,8 +72,8 @@ class Server(app.Server):
 def state(*_):
     worker, engine = made[0].worker, made[0].engine
     found = {"rows": len(worker._rows), "open": len(worker._open), "busy": engine.busy, "rounds": rounds[0]}
-    kept = sum(each.backend is engine.target for each in engine.scheduler.kept._kept)  # for prompts that begin alike
-    found["slots"] = engine.target.cache.in_use - kept
+    cached = sum(each.backend is engine.target for each in engine.scheduler.prefix_cache._entries)
+    found["slots"] = engine.target.cache.in_use - cached
     with open(os.environ["SOAK_STATE"] + ".new", "w") as file:
         json.dump(found, file)
     os.replace(os.environ["SOAK_STATE"] + ".new", os.environ["SOAK_STATE"])

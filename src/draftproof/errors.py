@@ -1,4 +1,4 @@
-"""The error for a user's mistakes, and the text of other errors on one line."""
+"""UserError for mistakes of the user, further errors, and one-line messages for other exceptions."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-LEAVING = (KeyboardInterrupt, SystemExit, GeneratorExit)  # exceptions that say where to go, not what went wrong
+LEAVING = (KeyboardInterrupt, SystemExit, GeneratorExit)  # exceptions that end something and are not failures
 
 
 class UserError(ValueError):
-    """A mistake that the user can correct; the message is one line: cause, offending value, what is legal, next step.
+    """A mistake that the user can correct; the message is one line: cause, invalid value, expected value, next step.
 
-    The command line prints it on stderr and exits with code 1, without a traceback. Whatever takes a name, a file or a
-    number of the user's may raise it, so docstrings name it only where that says more.
+    The command line prints it on stderr and exits with code 1, without a traceback. Any function that takes a user's
+    name, file or number may raise it, so docstrings only mention it if that says more.
     """
 
 
 class UndraftableError(UserError):
-    """Drafts for a model cannot be taken back; it may still be decoded plainly."""
+    """A model cannot roll back drafts; it may still be decoded without them."""
 
 
 class ContextError(UserError):
@@ -26,11 +26,11 @@ class ContextError(UserError):
 
 
 class NoTokenError(UserError):
-    """A request's own parameters leave no token to go on with, which shows while it is decoded."""
+    """A request's own parameters allow no next token, which is found during decoding."""
 
 
 class RequestError(UserError):
-    """One request failed; other requests in the same rounds go on.
+    """One request failed; other requests in the same rounds continue.
 
     Attributes:
         request_id: the failed request's `Request.id`.
@@ -45,7 +45,7 @@ class RequestError(UserError):
 
 @contextmanager
 def blamed_on(request_id: int) -> Iterator[None]:
-    """Turn an error inside into a `RequestError` of this request; an error for lack of memory is not changed."""
+    """Turn an error inside into a `RequestError` of this request, except out-of-memory errors."""
     try:
         yield
     except (RequestError, MemoryError, *LEAVING):
@@ -57,7 +57,7 @@ def blamed_on(request_id: int) -> Iterator[None]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether an error is a panic of a library in Rust, which is no `Exception`, and yet only a call that failed."""
+    """Whether an error is a panic of a Rust library: not an `Exception`, but still only a failed call."""
     return type(error).__name__ == "PanicException"
 
 

@@ -148,8 +148,8 @@ class _Process:
             bufsize=0,
         )
         assert self._process.stdout is not None, "a pipe"
-        self._told: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        reads = threading.Thread(target=_read, args=(self._process.stdout, self._told), name="grammars", daemon=True)
+        self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        reads = threading.Thread(target=_read, args=(self._process.stdout, self._replies), name="grammars", daemon=True)
         reads.start()  # Windows cannot wait for a pipe for some time only
         self._ends = weakref.finalize(self, _end, self._process, self._owner)
         self._say(first)
@@ -187,7 +187,7 @@ class _Process:
         told = b""
         while not told.endswith(b"\n"):
             try:
-                part = self._told.get(timeout=seconds)
+                part = self._replies.get(timeout=seconds)
             except queue.Empty:
                 raise OSError("no answer") from None
             if not part:

@@ -127,39 +127,39 @@ _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "thinking_toke
 @no_type_check  # for type checkers at run time: this class checks its values itself, and its messages name them
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled and when it ends; names and meanings are vLLM's.
+    """The sampling parameters of a request, and when it ends; names and meanings are vLLM's.
 
-    Values are checked and normalised on construction: `stop`, `bad_words` and `stop_token_ids` become tuples (None is
-    empty, one `stop` string is a tuple of one), `top_k` -1 becomes 0.
+    Values are checked and normalized on construction: `stop`, `bad_words` and `stop_token_ids` become tuples (None is
+    empty, one `stop` string is a tuple of one), and `top_k` -1 becomes 0.
 
     Attributes:
-        n: how many continuations of the prompt to return.
-        temperature: 0 puts all mass on the most likely token, ties to the lowest id.
+        n: number of continuations of the prompt.
+        temperature: 0 is greedy: all mass on the most likely token, ties to the lowest id.
         top_k: keep the k most likely tokens and all tied with the k-th; 0 or -1 is off.
         top_p: keep the fewest tokens, most likely first, whose mass reaches top_p; ties to the lowest id.
         min_p: keep tokens at least min_p times as likely as the most likely one.
         repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output.
         presence_penalty: subtracted from the logits of tokens in the output.
-        frequency_penalty: subtracted once for each time the token is in the output.
+        frequency_penalty: subtracted once for each occurrence of the token in the output.
         logit_bias: added to the logits of these token ids.
-        bad_words: texts that the output never completes (matched as token sequences, within the output).
-        stop: texts that end the output. With a grammar they do not count, since it says where the output ends.
-        stop_token_ids: tokens that end the output; with a grammar as `stop`.
-        include_stop_str_in_output: show the stop string, or the text of the stop token, at the end of the text.
-        ignore_eos: go on after the end-of-sequence token.
-        min_tokens: EOS and stop tokens have probability 0, and stop strings do not count, before this many tokens.
-        max_tokens: the most tokens to emit; None leaves it to the model's context, with 0 the prompt is only read.
-        seed: of this request's draws; None lets the engine choose.
-        logprobs: how many of the best tokens to report with each emitted one; None reports nothing.
-        logprobs_mode: of what distribution: raw_logprobs, the model's own, or processed_logprobs, the one that is
+        bad_words: texts that must not occur in the output (matched as token sequences).
+        stop: texts that end the output. With a grammar they have no effect, since the grammar decides where it ends.
+        stop_token_ids: tokens that end the output; with a grammar they have no effect.
+        include_stop_str_in_output: include the stop string, or the text of the stop token, at the end of the text.
+        ignore_eos: continue after the end-of-sequence token.
+        min_tokens: before this many tokens, EOS and stop tokens have probability 0, and stop strings have no effect.
+        max_tokens: the most tokens to emit; None is limited by the model's context only, 0 only reads the prompt.
+        seed: seed of this request's random draws; None lets the engine choose.
+        logprobs: number of best tokens to report with each emitted token; None reports nothing.
+        logprobs_mode: distribution of `logprobs`: raw_logprobs is the model's own, processed_logprobs the one that is
             sampled from, after temperature, penalties and all other parameters.
-        prompt_logprobs: how many of the best tokens to report with each token of the prompt; None reports nothing. They
-            are of the model's own distribution. The prompt is read anew then.
+        prompt_logprobs: number of best tokens to report with each token of the prompt, by the model's own distribution;
+            None reports nothing. The prompt is then read without the prefix cache.
         skip_special_tokens: leave special tokens out of the text.
-        thinking_token_budget: the most tokens that the model reasons before its answer (see `draftproof.reasoning`);
-            None for no limit. It changes nothing where the model does not reason.
-        grammar: what the answer fits, from its first token to its end: json_object, json_schema:SCHEMA, regex:PATTERN
-            or lark:GRAMMAR (see `draftproof.grammar`).
+        thinking_token_budget: the most tokens of reasoning before the answer (see `draftproof.reasoning`); None for no
+            limit. It has no effect if the model does not reason.
+        grammar: the form of the answer: json_object, json_schema:SCHEMA, regex:PATTERN or lark:GRAMMAR (see
+            `draftproof.grammar`).
 
     Raises:
         UserError: a value of the wrong type or range; the message names the field, what is expected and the value.

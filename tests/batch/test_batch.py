@@ -628,7 +628,7 @@ def test_options_that_do_not_go_together(tmp_path):
     source = write(tmp_path / "in.jsonl", some_rows(1))
     asked = ["--in", source, "--out", tmp_path / "out"]
     for more, message in (
-        (["--workers", 2], "--workers is of a Ray cluster"),
+        (["--workers", 2], "--workers needs a Ray cluster"),
         (["--format", "csv"], "format: expected jsonl or parquet, got 'csv'"),
         (["--rows-per-file", 0], "rows per file: expected 1 or more, got 0"),
         (["--no-chat", "--system", "x"], "needs the chat template"),
@@ -645,7 +645,7 @@ def test_a_cluster_does_not_divide_a_target(tmp_path, monkeypatch):
     source = write(tmp_path / "in.jsonl", some_rows(1))
     found = command("--in", source, "--out", tmp_path / "out", "--ray", "local", "--tensor-parallel", 2)
     assert found.exit_code == 1
-    assert "--tensor-parallel is 2, which does not go with --ray" in found.stderr
+    assert "--tensor-parallel: expected 1 with --ray" in found.stderr
 
 
 # --- Parquet ------------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def test_numbers_of_drafts_and_branching_are_read_from_the_argument(drafter, cha
     made = canonical(Cell("t", draft="d", drafter=drafter))
     assert made.verifier == ("trie_block" if branches else "block")
     why = refused(replace(made, verifier="token")) or ""
-    assert ("drafts trees, and rule token verifies chains only" in why) == branches
+    assert ("drafts trees, but rule token verifies chains only" in why) == branches
 
 
 def test_each_drafter_gets_its_default_rule():

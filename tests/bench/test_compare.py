@@ -21,7 +21,7 @@ def made_up(*ratios, drafted=5, identical=None, dtype="float32"):
     [
         ((1.5, 1.6, 1.55, 1.5, 1.6, 1.7), "faster", "faster than plain decoding: 1.57x its speed"),
         ((0.5, 0.6, 0.55, 0.5, 0.6, 0.5), "slower", "SLOWER than plain decoding: 0.54x its speed"),
-        ((0.9, 1.1, 1.05, 1.0, 0.95, 1.02), "no clear difference", "no clear difference to plain decoding: 1.00x"),
+        ((0.9, 1.1, 1.05, 1.0, 0.95, 1.02), "no clear difference", "no clear difference from plain decoding: 1.00x"),
         # Every single pair is faster, and the interval still contains 1: the pairs differ too much.
         ((1.01, 3.0, 1.05, 1.02, 2.5, 1.01), "no clear difference", "no clear difference"),
         ((1.4, 1.6), "no clear difference", "2 pairs in alternating order"),

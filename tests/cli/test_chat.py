@@ -16,7 +16,7 @@ from draftproof.cli import app
 from draftproof.cli import chat as command
 from draftproof.cli._chat_commands import completions, is_open
 from draftproof.cli._chat_input import LineReader
-from draftproof.cli._conversation import Answered, Conversation, Notice
+from draftproof.cli._conversation import AnswerEnd, Conversation, Notice
 from draftproof.cli.chat import DraftedText, Screen, converse, status
 from draftproof.draft import Origin
 from draftproof.engine.request import Chunk
@@ -75,7 +75,7 @@ def test_a_message_is_answered_and_the_line_says_how_fast(engine, template):
     )
     assert chat(*args, STORY).stdout == chat(*args, "-", stdin=STORY).stdout == found.stdout
     quiet = chat(*args, "--quiet", STORY)
-    assert quiet.stderr == "draftproof: cut off after 8 tokens, which is max_tokens\n"
+    assert quiet.stderr == "draftproof: cut off after 8 tokens (max_tokens)\n"
     assert chat(*args, "--show-drafts", STORY).stdout == found.stdout, "no colours but on a terminal"
 
 
@@ -88,7 +88,7 @@ def test_a_command_on_stdin_is_a_message(template):
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        (["Once", "upon"], 2, "expected one MESSAGE, got 2 words: put them in quotes"),
+        (["Once", "upon"], 2, "expected one MESSAGE, got 2 words (put them in quotes)"),
         ([""], 1, "the prompt is empty"),
         ([STORY], 1, "embedded:target has no chat template: name a file with one (--chat-template FILE)"),
         ([STORY, "--chat-template", "/nowhere/x"], 1, "cannot read /nowhere/x"),
@@ -165,7 +165,7 @@ def test_drafted_tokens_have_the_colour_of_where_they_came_from(engine, capsys, 
 def test_a_lossy_answer_is_called_so():
     engine = small_engine(verifier="typical")
     *_, end = Conversation(engine, {"max_tokens": 2}).say("Once")
-    assert isinstance(end, Answered)
+    assert isinstance(end, AnswerEnd)
     assert "LOSSY" in status(end.request)
 
 
@@ -229,7 +229,7 @@ def test_a_conversation_on_a_terminal(template, tmp_path):
         terminal.until("\x1b[?2004l")  # the answer begins
         terminal.until(" ")
         terminal.press("\x03")
-        terminal.until("stopped: what is shown is kept")
+        terminal.until("stopped: the text so far is kept")
         terminal.until(">>>")
         terminal.press("/sav\t")
         terminal.until("/save")
@@ -237,7 +237,7 @@ def test_a_conversation_on_a_terminal(template, tmp_path):
         terminal.until("4 messages written")
         terminal.until(">>>")
         terminal.press("/nonsense\r")
-        terminal.until("draftproof: error: there is no command /nonsense")
+        terminal.until("draftproof: error: command: expected one of")
         terminal.until(">>>")
         terminal.press("\x03")
         terminal.until(">>>")

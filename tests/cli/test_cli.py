@@ -138,7 +138,7 @@ def test_every_field_is_an_option_with_its_default_and_help(field):
 
 def test_help_is_the_docstrings():
     texts = field_help(SamplingParams)
-    assert texts["seed"].startswith("Of this request's draws;")
+    assert texts["seed"].startswith("Seed of this request's random draws;")
     assert texts["temperature"].startswith("0 puts all mass")
     assert "0 puts all mass" in " ".join(run("generate", "--help").stdout.replace("│", " ").split())
     assert [parameter.name for parameter in SAMPLING.parameters().values()] == list(texts)
@@ -292,7 +292,7 @@ def test_many_prompts_as_lines_and_as_json_lines(tmp_path):
         (b'{"turns": []}\n', "line 1: expected text in turns, got nothing"),
         (b'{"prompt": ""}\n', "line 1: the prompt is empty"),
         (b'{"prompt": "\\ud800"}\n', "line 1: the prompt is not valid Unicode"),
-        (b'{"prompt": "a"}\n\xff\n', "line 2: not UTF-8"),
+        (b'{"prompt": "a"}\n\xff\n', "line 2: expected UTF-8 text"),
         (b"[" * 100_000, "line 1: not JSON"),
         (b"\n \n", "expected one prompt per line"),
     ],
@@ -317,7 +317,7 @@ def test_a_prompt_of_a_file_that_cannot_be_decoded_is_named(tmp_path):
     [
         ([""], 1, "the prompt is empty"),
         (["Once", "upon"], 2, "put them in quotes"),
-        (["Once", "--prompts", "x"], 2, "exclude each other"),
+        (["Once", "--prompts", "x"], 2, "expected PROMPT or --prompts, got both"),
         (["--prompts", "/nowhere/p.txt"], 1, "cannot read /nowhere/p.txt"),
         (["Once", "--top-p", "2"], 2, "top_p: expected 0 < top_p <= 1, got 2.0"),
         (["Once", "--max-tokens", "-1"], 2, "max_tokens: expected an integer >= 0, or None for no limit, got -1"),
@@ -359,7 +359,7 @@ def test_mistakes_that_only_the_model_can_tell(args, said):
 
 @pytest.mark.usefixtures("warm")
 def test_compare_without_a_drafter_is_refused():
-    assert "needs a drafter, and none is in effect" in generate(STORY, "--compare", "--drafter", "none", code=2).stderr
+    assert "needs a drafter, but none is in effect" in generate(STORY, "--compare", "--drafter", "none", code=2).stderr
 
 
 @pytest.mark.parametrize(

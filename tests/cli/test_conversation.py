@@ -7,7 +7,7 @@ import pytest
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import common_prefix
 from draftproof.cli._chat_commands import COMMANDS, completions, is_open, take
-from draftproof.cli._conversation import Answered, Conversation, Notice
+from draftproof.cli._conversation import AnswerEnd, Conversation, Notice
 from draftproof.cli._sampling import CHAT_SAMPLING
 from draftproof.engine.request import Chunk
 from support.reasoning_models import OPENED, thinking_engine
@@ -34,7 +34,7 @@ def done(events):
     for event in events:
         if isinstance(event, Chunk):
             text += event.text
-        if isinstance(event, Answered):
+        if isinstance(event, AnswerEnd):
             return text, event
     return text, None
 
@@ -91,13 +91,13 @@ def test_an_answer_is_as_long_as_the_context_where_nothing_limits_it(engine):
 
 def test_a_limit_that_cuts_an_answer_off_is_said(talk):
     _, end = done(talk.say("Once"))
-    assert end.note == "cut off after 12 tokens, which is max_tokens"
+    assert end.note == "cut off after 12 tokens (max_tokens)"
 
 
 def test_a_full_context_is_said_and_the_conversation_goes_on(engine):
     talk = Conversation(engine, {"ignore_eos": True, "temperature": 0.0})
     _, end = done(talk.say(LONG))
-    assert end.note.startswith(f"cut off: the context is full with {engine.target.max_positions} tokens; /undo removes")
+    assert end.note.startswith(f"cut off: the context is full ({engine.target.max_positions} tokens); /undo removes")
     assert talk.context().endswith(", 0 left")
     shown = wrong(talk, "And then?")
     assert "prompt: expected 1 to 511 tokens, by the context of embedded:target, got " in shown
@@ -117,13 +117,13 @@ def test_an_answer_that_is_stopped_is_kept_as_far_as_it_came(engine):
     talk = Conversation(engine, {"ignore_eos": True})
     text, events = "", talk.say("Once")
     for event in events:
-        if isinstance(event, Answered):
+        if isinstance(event, AnswerEnd):
             break
         text += event.text
         if len(text) > 20:
             talk.stop()
     assert event.stopped
-    assert event.note == "stopped: what is shown is kept"
+    assert event.note == "stopped: the text so far is kept"
     assert talk.messages[-1] == {"role": "assistant", "content": text}
     assert not engine.busy
     assert not done(talk.say("Now?"))[1].stopped, "the next answer runs"
@@ -194,16 +194,16 @@ def test_undo_removes_an_exchange(talk):
     done(talk.say("Once"))
     before = list(talk.messages)
     done(talk.say("And?"))
-    assert said(talk, "/undo") == "the last exchange is removed: 2 messages left"
+    assert said(talk, "/undo") == "removed the last exchange: 2 messages left"
     assert talk.messages == before
     said(talk, "/undo")
-    assert wrong(talk, "/undo") == "there is nothing to undo"
+    assert wrong(talk, "/undo") == "there is nothing to undo: the conversation has no messages"
 
 
 @pytest.mark.parametrize("seed", [None, 7, (1 << 63) - 1])
 def test_retry_answers_again_with_another_seed(engine, seed):
     talk = Conversation(engine, {"max_tokens": 16, "seed": seed})
-    assert wrong(talk, "/retry") == "there is no message to answer again"
+    assert wrong(talk, "/retry") == "there is no message to answer again: enter one first"
     answers = [done(talk.say(LONG)), done(take(talk, "/retry")), done(take(talk, "/retry"))]
     assert len({end.request.seed for _, end in answers}) == 3
     assert len({text for text, _ in answers}) == 3
@@ -214,7 +214,7 @@ def test_retry_answers_again_with_another_seed(engine, seed):
 
 def test_retry_says_that_temperature_0_has_one_answer(talk):
     done(talk.say("Once"))
-    assert said(talk, "/retry").startswith("temperature is 0, so the answer is the same")
+    assert said(talk, "/retry").startswith("temperature is 0, so the answer will be the same")
     talk.set("temperature", {"temperature": 1.0})
     assert said(talk, "/retry") == ""
 
@@ -245,8 +245,8 @@ def test_set_reads_a_value_as_the_command_line_does(talk, line, name, value):
     ("line", "why"),
     [
         ("/set", "expected /set NAME [VALUE]"),
-        ("/set nonsense 3", "there is no parameter 'nonsense': expected one of temperature, "),
-        ("/set n 2", "there is no parameter 'n'"),
+        ("/set nonsense 3", "parameter: expected one of temperature, "),
+        ("/set n 2", "got 'n'"),
         ("/set temperature -1", "temperature: expected a finite number >= 0 (0 is greedy), got -1.0"),
         ("/set temperature hot", "temperature: "),
         ("/set top_k 1.5", "top_k: "),
@@ -260,8 +260,8 @@ def test_set_reads_a_value_as_the_command_line_does(talk, line, name, value):
         ("/clear all", "/clear: expected nothing after it, got 'all'"),
         ("/save", "expected /save FILE"),
         ("/load ", "expected /load FILE"),
-        ("/nonsense", "there is no command /nonsense: the commands are /help, /exit,"),
-        ("/", "there is no command /: "),
+        ("/nonsense", "command: expected one of /help, /exit, "),
+        ("/", "got / (put a message"),
     ],
 )
 def test_a_wrong_command_is_an_error_and_changes_nothing(talk, line, why):
@@ -343,17 +343,17 @@ def test_a_message_without_an_answer_is_answered_by_retry(talk, tmp_path):
     [
         (b"{", "not JSON"),
         (b"[" * 100_000, "not JSON"),
-        (b"\xff", "line 1: not UTF-8"),
+        (b"\xff", "line 1: expected UTF-8 text"),
         (b"{}", "expected a list of messages, got dict"),
         (b"[7]", "message 1: expected an object with a role (system, user, assistant), got 7"),
         (b'[{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]', "message 2: expected an object with"),
         (b'[{"role": ["user"], "content": "a"}]', "message 1: expected an object with a role"),
         (b'[{"role": "user"}]', "message 1: expected a text in content, got null"),
         (b'[{"role": "user", "content": [{"type": "image"}]}]', "message 1: expected a text in content"),
-        (b'[{"role": "user", "content": "\\ud800"}]', "message 1: not valid Unicode"),
+        (b'[{"role": "user", "content": "\\ud800"}]', "message 1: expected valid Unicode"),
         (
             b'[{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]',
-            "expected no system message but the first message",
+            "expected a system message only as the first message",
         ),
     ],
 )

@@ -41,7 +41,9 @@ class Noting:
 
         def noting(time):
             choice = drafter._choice
-            self.seen.add("lookup" if choice.looked else choice.source.name if choice.source and time.depth else "none")
+            self.seen.add(
+                "lookup" if choice.lookups else choice.source.name if choice.source and time.depth else "none"
+            )
             spent(time)
 
         drafter.spent = noting
@@ -128,7 +130,7 @@ def test_the_joint_distribution_of_a_batch_with_looked_up_and_drawn_drafts():
         spent = drafter.spent
 
         def noting(time):
-            mixed.add(bool(drafter._choice.looked) and drafter._choice.source is not None)
+            mixed.add(bool(drafter._choice.lookups) and drafter._choice.source is not None)
             spent(time)
 
         drafter.spent = noting
@@ -187,7 +189,7 @@ def play(drafter, tokens, rounds, accept):
     for number in range(rounds):
         (draft,) = drafter.propose([request], CounterRoundRng([0], [number]))
         choice = drafter._choice
-        name = "lookup" if choice.looked else choice.source.name if choice.source else "none"
+        name = "lookup" if choice.lookups else choice.source.name if choice.source else "none"
         accepted = accept(name, len(draft))
         tokens.extend([*draft.tree.tokens[:accepted].tolist(), number % 3])
         drafter.observe(0, len(draft), accepted)
@@ -233,7 +235,7 @@ def test_extensions_of_chains_are_made_as_long_as_they_are_accepted(accepted):
 
     short = source(2, RoundCosts(1.0, 0.05), 2, drafter=Following, rates=(0.95, 0.95))
     drafter = AutoDrafter([short], SuffixDrafter(16, shared=False), DraftCosts(0.05))
-    drafter._with_lookup = lambda best, *_: best
+    drafter._choose_with_lookup = lambda best, *_: best
     transforms = SamplingParams().bind(vocab_size=40, eos_token_ids=(), prompt_ids=tokens)
     sizes = []
     for number in range(200):
@@ -288,8 +290,8 @@ def test_many_requests_do_not_choose_in_every_plain_round(size, every, monkeypat
     drafter = AutoDrafter([], SuffixDrafter(16, threshold=0.0, shared=False), DraftCosts(2.0))
     texts = [[n % 40, (7 * n + 1) % 40, (11 * n + 3) % 40] for n in range(size)]
     choices, made = [], []
-    chosen = drafter._chosen
-    monkeypatch.setattr(drafter, "_chosen", lambda *given: choices.append(len(made)) or chosen(*given))
+    chosen = drafter._choose
+    monkeypatch.setattr(drafter, "_choose", lambda *given: choices.append(len(made)) or chosen(*given))
     for _ in range(12):
         made += rounds_of_a_batch(drafter, texts, 1, lambda n: n)
     assert not any(map(any, made)), "nothing pays"
@@ -302,8 +304,8 @@ def test_after_a_round_with_drafts_many_requests_choose_again(monkeypatch):
     drafter = AutoDrafter([], SuffixDrafter(4, threshold=0.0, shared=False), passes)
     texts = [[0, 1, 2, 3, 4] * 5, *([8 + n, 20 + n % 20, 30 + n % 10] for n in range(15))]
     choices, made = [], []
-    chosen = drafter._chosen
-    monkeypatch.setattr(drafter, "_chosen", lambda *given: choices.append(len(made)) or chosen(*given))
+    chosen = drafter._choose
+    monkeypatch.setattr(drafter, "_choose", lambda *given: choices.append(len(made)) or chosen(*given))
     for _ in range(12):
         made += rounds_of_a_batch(drafter, texts, 1, lambda n: n)
     drafted = [number for number, lengths in enumerate(made) if any(lengths)]
@@ -341,7 +343,7 @@ def test_the_cost_of_lookups_is_learned(monkeypatch, sources):
     spent, looked = drafter.spent, []
 
     def slow(time):
-        looked.append(bool(drafter._choice.looked))
+        looked.append(bool(drafter._choice.lookups))
         spent(RoundTime(time.draft, 1.0 + 2.0 * time.nodes, 1, time.depth, time.nodes))
 
     drafter.spent = slow
@@ -397,7 +399,7 @@ def test_decoding_goes_on_without_a_source_that_cannot_be_made(caplog):
     drafter = AutoDrafter([CandidateDrafter("large", Auto(RoundCosts(1.0, 0.1), 2), failing())], None, DraftCosts())
     (out,) = Engine(TableModel(3, 1), drafter).generate([[0, 1]], SamplingParams(max_tokens=20, seed=1))
     assert (len(out.token_ids), out.stats.num_draft_tokens) == (20, 0)
-    assert caplog.text.count("drafter large cannot be made (no memory left)") == 1
+    assert caplog.text.count("drafter large cannot be used (no memory left)") == 1
     drafter = AutoDrafter([CandidateDrafter("large", Auto(RoundCosts(1.0, 0.1), 2), failing())], None, DraftCosts())
     assert Engine(TableModel(3, 1), drafter).prepare()
 
@@ -407,7 +409,7 @@ def test_weights_that_do_not_fit_are_not_made(monkeypatch, caplog):
     made = Engine.load("embedded:stories", check=False)
     (out,) = made.generate("Once upon a time", SamplingParams(max_tokens=30, seed=1, ignore_eos=True))
     assert len(out.token_ids) == 30
-    assert "of memory are free): decoding goes on without it" in caplog.text
+    assert "of memory are free): decoding continues without it" in caplog.text
 
 
 # --- by name ----------------------------------------------------------------------------------------------------------

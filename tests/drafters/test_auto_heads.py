@@ -73,7 +73,7 @@ def test_the_distribution_with_a_head_a_lookup_and_nothing_in_turns(name, rule, 
 
         def noting(time):
             choice = drafter._choice
-            seen.add("lookup" if choice.looked else "head" if choice.source and time.depth else "none")
+            seen.add("lookup" if choice.lookups else "head" if choice.source and time.depth else "none")
             extensions.extend(drafter._drawn_tokens)
             spent(time)
 
@@ -147,7 +147,7 @@ def test_a_target_without_prediction_layers_and_one_whose_layer_is_refused(tmp_p
     for stopper in ("auto", "fixed:2"):
         caplog.clear()
         made = make_drafter("auto", target=several, draft=None, stopper=stopper)
-        assert "drafter mtp cannot be made" in caplog.text
+        assert "drafter mtp cannot be used" in caplog.text
         assert "several layers mtp.layers.*: expected one" in caplog.text
     assert made.name != "mtp"
 
@@ -180,7 +180,7 @@ def test_a_head_that_does_not_fit_is_an_error_and_no_warning(tmp_path):
     folder = published.eagle3(tmp_path / "head", tiny_llama())
     with pytest.raises(UserError, match="reads hidden states of width"):
         Engine.load("embedded:target", str(folder), check=False)
-    with pytest.raises(UserError, match="expected a head, a directory or a hub id"):
+    with pytest.raises(UserError, match="expected the directory or hub id of a head"):
         Engine.load("embedded:target", drafter="auto:eagle3", check=False)
 
 

@@ -77,13 +77,13 @@ def drawn(tokens, vocab=8):
 def test_a_draft_says_which_tokens_were_drawn():
     point = Draft(TokenTree.chain(torch.tensor([1, 2])), None)
     assert (point.drawn, drawn([1, 2, 3]).drawn) == (0, 3)
-    made = module.extended(drawn([1, 2]), module.Found([5, 6], 2), 8)
+    made = module.extended(drawn([1, 2]), module.SuffixMatch([5, 6], 2), 8)
     assert (made.drawn, made.tree.ids) == (2, (1, 2, 5, 6))
     assert made.probs[2:].tolist() == torch.eye(8)[[5, 6]].tolist()
     assert made.first(3).tree.ids == (1, 2, 5)
     assert made.first(3).probs.shape == (3, 8)
     assert len(made.first(0)) == 0
-    alone = module.extended(Draft.empty(), module.Found([5], 2), 8)
+    alone = module.extended(Draft.empty(), module.SuffixMatch([5], 2), 8)
     assert (alone.drawn, alone.probs.tolist()) == (0, torch.eye(8)[[5]].tolist())
 
 
@@ -138,7 +138,7 @@ def test_a_prediction_extends_a_chain():
 
 @pytest.mark.parametrize("name", ["chains:2+suffix:4", "auto+suffix", "none+suffix", "suffix:4+suffix:4", "x+suffix:2"])
 def test_what_cannot_be_extended_is_refused(name):
-    with pytest.raises(UserError, match=r"expected one chain of drawn tokens|got 'x'"):
+    with pytest.raises(UserError, match=r"expected a drafter of one drawn chain|got 'x'"):
         find_drafter(name)
 
 

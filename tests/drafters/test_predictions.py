@@ -236,7 +236,7 @@ def test_drafters_that_cannot_use_one_refuse_it():
 
 def test_predictions_are_one_or_one_for_each():
     engine = Engine(TARGET, suffix())
-    with pytest.raises(UserError, match="2 predictions for 1 prompts"):
+    with pytest.raises(UserError, match="predictions: expected one text, or 1 for as many prompts, got 2"):
         engine.generate([[0, 1]], predictions=[[1], [2]])
 
 

@@ -420,10 +420,10 @@ def test_a_drafter_is_made_by_name():
     ("name", "draft", "message"),
     [
         ("suffix:0", False, "suffix draft length: expected 1 to 64, got 0"),
-        ("suffix:long", False, "expected a row of whole numbers, for example suffix:16, got 'long'"),
-        ("suffix:8x2", False, "expected one whole number, for example suffix:16, got '8x2'"),
-        ("ngram:8x2", False, "expected one whole number, for example ngram:8, got '8x2'"),
-        ("suffix:8", True, "drafter suffix reads no draft model: leave out 'draft'"),
+        ("suffix:long", False, "expected integers separated by x, for example suffix:16, got 'long'"),
+        ("suffix:8x2", False, "expected one integer, for example suffix:16, got '8x2'"),
+        ("ngram:8x2", False, "expected one integer, for example ngram:8, got '8x2'"),
+        ("suffix:8", True, "drafter suffix uses no draft model: leave out 'draft'"),
     ],
 )
 def test_a_bad_name_is_refused(name, draft, message):

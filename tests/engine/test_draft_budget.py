@@ -120,7 +120,7 @@ def test_the_joint_distribution_while_drafters_change():
 
         def watched(requests, rng):
             drafts = propose(requests, rng)
-            seen.add((bool(drafter._choice.looked), drafter._choice.source is not None, sum(map(len, drafts))))
+            seen.add((bool(drafter._choice.lookups), drafter._choice.source is not None, sum(map(len, drafts))))
             return drafts
 
         drafter.propose = watched
@@ -279,7 +279,7 @@ def test_only_tokens_that_were_not_drawn_are_cut():
 def test_the_plan_of_auto_counts_the_tokens_that_the_budget_allows():
     """Four requests, of whose first tokens a half is accepted: one token among four does not pay for the draft."""
     costs = BatchCosts((4,), (RoundCosts(1.0, 0.05, token=0.2),))
-    plans = [Auto(costs, 8, most=most).planned(range(4), batch=4) for most in (1.0, 2.0, 4.0, 8.0, math.inf)]
+    plans = [Auto(costs, 8, most=most).make_plan(range(4), batch=4) for most in (1.0, 2.0, 4.0, 8.0, math.inf)]
     assert [plan.length for plan in plans] == [0, 1, 1, 2, 2]
     assert plans[1].speed == pytest.approx((4 + 2 * 0.5) / 4 / (1 + 0.05 + 0.2 / 2))
 

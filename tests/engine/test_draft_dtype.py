@@ -11,7 +11,7 @@ from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.loading.options import draft_dtype
 from draftproof.drafters.draft_model import DraftModel
-from draftproof.drafters.head import following_drafter
+from draftproof.drafters.head import head_drafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.stoppers.fixed import FixedLength
@@ -84,7 +84,7 @@ def test_a_quantized_feature_head_drafts_nearly_the_same(bits):
     assert isinstance(head(target, bits).backend, FeatureBackend)
     outs = []
     for each in (None, bits):
-        drafter = following_drafter(head(target, each), FixedLength(3), "feature_head")
+        drafter = head_drafter(head(target, each), FixedLength(3), "feature_head")
         engine = Engine(target, drafter, make_verifier("block"))
         (out,) = engine.generate([[5, 9, 2]], GREEDY)
         outs.append(out.token_ids)
@@ -108,7 +108,7 @@ def test_names_and_their_meaning():
 
 
 def test_where_nothing_has_weights_of_its_own_it_is_refused():
-    with pytest.raises(UserError, match=r"and there is no draft model"):
+    with pytest.raises(UserError, match="but there is no draft model"):
         Engine.load("embedded:stories", draft_dtype="bfloat16")
     with pytest.raises(UserError, match=r"choose drafter quantized:4"):
         Engine.load("embedded:stories", draft_dtype="int4")

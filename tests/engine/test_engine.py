@@ -432,7 +432,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass(draft):
 
 BAD_PROMPTS = [
     ("", "empty"),
-    ([], "no prompt"),
+    ([], "expected at least one prompt"),
     ([[]], "empty"),
     ([[1, 512]], "token 1 of the prompt is 512: expected 0 to 511"),
     ([[-1]], "token 0 of the prompt is -1"),
@@ -460,7 +460,7 @@ def test_what_is_no_prompt_is_not_read_as_one(prompts):
 @pytest.mark.parametrize("token", [1.0, "7", None])
 def test_token_ids_that_are_no_whole_numbers_are_refused_and_not_rounded(token):
     unchecked = inspect.unwrap(Engine.encode)  # the types say so too, but only tests check types
-    with pytest.raises(UserError, match=r"token 1 of the prompt: expected a whole number, got "):
+    with pytest.raises(UserError, match=r"token 1 of the prompt: expected an integer, got "):
         unchecked(engine(), [5, token])
 
 
@@ -489,11 +489,11 @@ def test_a_prompt_can_be_read_only(verifier):
 
 def test_parameters_that_do_not_fit_are_refused():
     under_test = engine()
-    with pytest.raises(UserError, match="2 SamplingParams for 3 prompts"):
+    with pytest.raises(UserError, match="params: expected one SamplingParams, or 3 for as many prompts, got 2"):
         under_test.generate(list(PROMPTS[:3]), [GREEDY, GREEDY])
     with pytest.raises(ValueError, match="max_tokens: expected an integer >= 0, or None for no limit, got -1"):
         SamplingParams(max_tokens=-1)
-    with pytest.raises(UserError, match="n is 2: a stream has one continuation"):
+    with pytest.raises(UserError, match="n: expected 1, since a stream has one continuation, got 2"):
         next(under_test.stream(PROMPTS[0], SamplingParams(n=2)))
     with pytest.raises(ValueError, match="logit_bias: expected token ids 0 <= id < 512, got 512"):
         under_test.generate(PROMPTS[0], SamplingParams(logit_bias={512: 1.0}))

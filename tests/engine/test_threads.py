@@ -52,7 +52,7 @@ class Machine:
         self.now += seconds
         self.count += rate * seconds
         self.used.append((now, seconds))
-        self.chosen.spent(seconds, tokens)
+        self.chosen.record_time(seconds, tokens)
 
     def run(self, seconds):
         """Returns the share of the time in rounds with each number of threads."""
@@ -174,7 +174,7 @@ def test_rounds_give_the_number_back_and_the_text_does_not_depend_on_it(threads)
         return forward(feeds, **options)
 
     engine._threads.count = 1
-    engine._threads.spent = lambda *_: None
+    engine._threads.record_time = lambda *_: None
     engine.target.forward = seen
     alone = engine.generate("Once upon a time", params)[0]
     assert set(inside) == {1}

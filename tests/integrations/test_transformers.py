@@ -466,7 +466,7 @@ def test_what_is_kept_of_earlier_calls(options, kept):
     expected, found = both(model, composition, max_new_tokens=40)
     assert torch.equal(found, expected)
     with held.engine_of(model, composition.composition) as engine:
-        assert len(engine.scheduler.kept) == kept
+        assert len(engine.scheduler.prefix_cache) == kept
         assert engine.memory.capacity == (2**20 if "kv_memory" in options else None)
     assert torch.equal(both(model, composition, max_new_tokens=40)[1], expected)
 

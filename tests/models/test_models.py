@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from draftproof import Engine, files, models
 from draftproof.cli import app as draftproof
-from draftproof.cli._download import first_target, shown_pull
+from draftproof.cli._download import first_target, pull_progress
 from draftproof.cli._parts import default_draft
 from draftproof.cli.models import app
 from draftproof.embedded import draft_dir, target_dir
@@ -475,7 +475,7 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("TERM", "xterm")
-    with shown_pull() as (report, progress):
+    with pull_progress() as (report, progress):
         report("downloading a toy")
         progress(400_000, 1_000_000)
         time.sleep(0.3)  # the bar is drawn ten times a second
@@ -641,7 +641,7 @@ def test_the_first_target_is_pulled_or_replaced_by_an_embedded_one(tmp_path, mon
     assert first_target() == models.DEFAULT_TARGET, "nothing may be downloaded here"
     said = capsys.readouterr().err
     assert "forbids its download" in said
-    assert f"{models.DEFAULT_TARGET} continues the prompt" in said
+    assert f"{models.DEFAULT_TARGET} is used" in said
     assert len(said.splitlines()) == 1
     assert first_target(quiet=True) == models.DEFAULT_TARGET
     assert not capsys.readouterr().err

@@ -47,10 +47,10 @@ def test_processes_of_one_machine_share_its_cores(monkeypatch, tmp_path):
     for processes, each in ((2, "4"), (3, "2"), (16, "1")):
         monkeypatch.setenv("OMP_NUM_THREADS", "")
         monkeypatch.delenv("OMP_NUM_THREADS")
-        assert _launch._launched(processes, []) == 0
+        assert _launch._run_processes(processes, []) == 0
         assert seen["OMP_NUM_THREADS"] == each
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    _launch._launched(2, [])
+    _launch._run_processes(2, [])
     assert seen["OMP_NUM_THREADS"] == "5", "what the user set stays"
 
 

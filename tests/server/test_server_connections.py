@@ -21,7 +21,7 @@ from starlette.responses import Response
 from draftproof import SamplingParams, UserError
 from draftproof.engine import loop
 from draftproof.server import logs, parse_request, run
-from draftproof.server.aside import Aside, TimeOver, time_limit
+from draftproof.server.background import BackgroundCalls, TimeOver, time_limit
 from draftproof.server.errors import ApiError
 from draftproof.server.metrics import Metrics
 from draftproof.server.parse_request import ParsedRequest, RequestParser
@@ -176,13 +176,13 @@ def test_a_template_that_never_ends_holds_up_nobody(engine, monkeypatch):
     engine.tokenizer.chat_template = ENDLESS
     with running(engine) as (base, server), ThreadPoolExecutor(1) as pool:
         chat = pool.submit(post, base, "/v1/chat/completions", messages=HELLO)
-        until(lambda: server._aside.busy)
+        until(lambda: server._reading_calls.busy)
         assert post(base, max_tokens=2).status_code == 200
         assert post(base, "/tokenize", prompt=STORY).status_code == 200
         answer = chat.result()
         assert answer.status_code == 504
         assert "chat template did not end within 1 s" in error_of(answer)["message"]
-        until(lambda: not server._aside.busy)
+        until(lambda: not server._reading_calls.busy)
         engine.tokenizer.chat_template = CHAT
         assert post(base, "/v1/chat/completions", messages=HELLO, max_tokens=2).status_code == 200
 
@@ -195,7 +195,7 @@ def test_the_time_of_a_request_counts_while_it_is_read(engine, monkeypatch):
             start = time.monotonic()
             assert error_of(post(base, path, messages=HELLO))["code"] == "timeout"
             assert time.monotonic() - start < 3.0, "reading goes on until then"
-        until(lambda: not server._aside.busy)
+        until(lambda: not server._reading_calls.busy)
 
 
 @pytest.mark.parametrize("seconds", [0.05, 0.0])
@@ -226,7 +226,7 @@ def test_time_that_is_over_at_the_very_end_is_raised_there_or_never():
     assert over <= 200
 
 
-def test_calls_aside_have_places_and_may_be_left():
+def test_background_calls_have_places_and_may_be_left():
     def most():
         now.append(1)
         peaks.append(len(now))
@@ -236,15 +236,15 @@ def test_calls_aside_have_places_and_may_be_left():
     now, peaks, may = [], [], threading.Event()
 
     async def run():
-        aside = Aside(2, "test")
-        await asyncio.gather(*[aside.run(most) for _ in range(8)])
+        calls = BackgroundCalls(2, "test")
+        await asyncio.gather(*[calls.run(most) for _ in range(8)])
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(aside.run(may.wait), 0.05)
-        assert aside.busy == 1, "it goes on without its caller"
+            await asyncio.wait_for(calls.run(may.wait), 0.05)
+        assert calls.busy == 1, "it goes on without its caller"
         with pytest.raises(ZeroDivisionError):
-            await aside.run(lambda: 1 / 0)
+            await calls.run(lambda: 1 / 0)
         may.set()
-        await asyncio.to_thread(until, lambda: not aside.busy)
+        await asyncio.to_thread(until, lambda: not calls.busy)
 
     asyncio.run(run())
     assert max(peaks) == 2

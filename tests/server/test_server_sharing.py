@@ -141,27 +141,27 @@ def test_a_salt_is_a_short_text(suffix, salt):
 def test_a_salt_changes_what_is_read_and_nothing_else():
     engine, params = small_engine(), SamplingParams(seed=1, max_tokens=20)
     expected = engine.generate(LETTER, params)[0].text
-    first = engine.scheduler.kept.reused
+    first = engine.scheduler.prefix_cache.reused
     for number, (salt, reuses) in enumerate([("a", False), ("b", False), ("a", True), ("", True)]):
-        before = engine.scheduler.kept.reused
+        before = engine.scheduler.prefix_cache.reused
         assert engine.generate(LETTER, params, cache_salt=salt)[0].text == expected
-        assert (engine.scheduler.kept.reused > before) is reuses, number
+        assert (engine.scheduler.prefix_cache.reused > before) is reuses, number
     assert first == 0
-    assert {each.session.cache_salt for each in engine.scheduler.kept._kept} == {"", "a", "b"}
+    assert {each.session.cache_salt for each in engine.scheduler.prefix_cache._entries} == {"", "a", "b"}
 
 
 def test_the_draft_model_keeps_salts_apart_too():
     """Its sessions are kept beside the target's: they would show a text by the time of drafting."""
     engine = Engine.load("embedded:target", "embedded:draft", drafter="model", stopper="fixed:2")
     params, found = SamplingParams(seed=1, max_tokens=20), []
-    find = engine.scheduler.kept.find
+    find = engine.scheduler.prefix_cache.find
 
     def noting(backend, tokens, running=(), cache_salt=""):
         session = find(backend, tokens, running, cache_salt)
         found.append((backend is engine.target, cache_salt, session is not None))
         return session
 
-    engine.scheduler.kept.find = noting
+    engine.scheduler.prefix_cache.find = noting
     for salt in ("a", "b", "a"):
         engine.generate(LETTER, params, cache_salt=salt)
     for is_target in (True, False):
@@ -186,7 +186,7 @@ def test_a_scored_prompt_keeps_its_salt():
     engine = small_engine()
     engine.generate(LETTER, SamplingParams(max_tokens=2, prompt_logprobs=0), cache_salt="a")
     engine.generate(LETTER, SamplingParams(max_tokens=2))
-    assert engine.scheduler.kept.reused == 0
+    assert engine.scheduler.prefix_cache.reused == 0
 
 
 def test_the_index_of_a_salt_goes_with_its_last_request():
@@ -194,7 +194,7 @@ def test_the_index_of_a_salt_goes_with_its_last_request():
 
     def run(name, salt, tokens):
         asked = replace(request(tokens, name), cache_salt=salt)
-        drafter.look([asked])
+        drafter.matches([asked])
         drafter.release(name)
 
     run(0, "a", range(10))
@@ -210,11 +210,11 @@ def test_the_index_of_a_salt_goes_with_its_last_request():
 
 def test_a_request_that_does_not_share_its_text_leaves_none():
     drafter = SuffixDrafter(4)
-    drafter.look([replace(request([1, 2, 3, 4, 5], 0), share_text=False)])
+    drafter.matches([replace(request([1, 2, 3, 4, 5], 0), share_text=False)])
     drafter.release(0)
     assert drafted(drafter, [1, 2], 1) == ()
-    drafter.look([request([7, 8, 9, 6], 2)])
-    (found,) = drafter.look([replace(request([7, 8], 3), share_text=False)])
+    drafter.matches([request([7, 8, 9, 6], 2)])
+    (found,) = drafter.matches([replace(request([7, 8], 3), share_text=False)])
     assert found.tokens == []
 
 
@@ -226,5 +226,5 @@ def test_kept_sessions_with_another_salt_are_not_closed_for_this_one():
         session = kept.open(engine.target, tokens[:length], (), salt)
         engine.target.forward([Feed(session, tokens[session.length : length])])
         kept.keep(engine.target, session, tokens[: length + 1])
-    assert sorted(each.session.length for each in kept._kept) == [10, 15, 20]
+    assert sorted(each.session.length for each in kept._entries) == [10, 15, 20]
     kept.clear()

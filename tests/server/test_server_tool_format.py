@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from draftproof.server.dialects import detection
-from draftproof.server.dialects.detection import fitted, format_of, taught
+from draftproof.server.dialects.detection import detect_format, fitted, format_of
 from draftproof.server.dialects.families import DIALECTS, Call
 from draftproof.server.errors import ApiError
 from draftproof.server.parse_request import messages_of
@@ -55,18 +55,18 @@ def test_three_dialects_with_one_marker():
     """What told them apart before, the marker in the template, is the same in all of them."""
     for name in ("hermes", "qwen-xml", "glm"):
         assert "<tool_call>" in TEMPLATES[name]
-        assert taught(tokenizer_of(TEMPLATES[name])).dialect.name == name
+        assert detect_format(tokenizer_of(TEMPLATES[name])).dialect.name == name
 
 
 @pytest.mark.usefixtures("unsigned")
 def test_a_template_may_write_words_as_python_has_them():
     words = TEMPLATES["qwen-xml"].replace("{{ v }}", "{{ v | string }}")
-    assert taught(tokenizer_of(words)).dialect.name == "qwen-xml"
+    assert detect_format(tokenizer_of(words)).dialect.name == "qwen-xml"
 
 
 def test_arguments_as_text_only_where_the_template_needs_it():
-    assert taught(tokenizer_of(TEMPLATES["deepseek"])).as_text
-    assert not taught(tokenizer_of(TEMPLATES["hermes"])).as_text
+    assert detect_format(tokenizer_of(TEMPLATES["deepseek"])).as_text
+    assert not detect_format(tokenizer_of(TEMPLATES["hermes"])).as_text
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,12 @@ def test_a_template_that_no_dialect_reproduces(text, why):
     ],
 )
 def test_signs_count_where_the_template_leaves_calls_out(hint, name):
-    assert taught(tokenizer_of(NO_HISTORY.replace("HINT", hint))).dialect is DIALECTS[name]
+    assert detect_format(tokenizer_of(NO_HISTORY.replace("HINT", hint))).dialect is DIALECTS[name]
 
 
 def test_signs_do_not_count_where_the_template_writes_calls():
     assert "<tool_call>" in UNKNOWN
-    assert taught(tokenizer_of(UNKNOWN)).dialect is None
+    assert detect_format(tokenizer_of(UNKNOWN)).dialect is None
 
 
 def test_it_is_found_out_once(monkeypatch):
@@ -111,11 +111,11 @@ def test_it_is_found_out_once(monkeypatch):
     monkeypatch.setattr(detection, "_rendered", lambda *args, **_: counted.append(args))
     tokenizer = tokenizer_of(TEMPLATES["hermes"])
     for _ in range(3):
-        taught(tokenizer)
+        detect_format(tokenizer)
     once = len(counted)
     assert once
     tokenizer.chat_template = TEMPLATES["glm"]
-    taught(tokenizer)
+    detect_format(tokenizer)
     assert len(counted) == 2 * once
 
 

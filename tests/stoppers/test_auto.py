@@ -570,7 +570,7 @@ def test_what_was_learned_is_there_in_the_next_run(own_home):
     first = learned_engine()
     first.generate([[1, 403]], [SamplingParams(max_tokens=300, seed=1)])
     assert not own_home.exists(), "not after every request"
-    first._kept.write()
+    first._cost_file.write()
     (file,) = (own_home / "costs").iterdir()
     row = json.loads(file.read_text())
     assert row["seconds"] > 1e9, "when it was learned"
@@ -615,7 +615,7 @@ DAMAGED = {
 def test_no_content_of_the_file_ends_a_start(damage, own_home):
     first = learned_engine()
     first.generate([[1, 403]], [SamplingParams(max_tokens=60, seed=1)])
-    first._kept.write()
+    first._cost_file.write()
     (file,) = (own_home / "costs").iterdir()
     content = DAMAGED[damage](file.read_text())
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -643,8 +643,8 @@ def test_figures_that_cannot_be_kept_are_used_with_one_warning(tmp_path, caplog,
     monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path / "taken"))
     under_test = learned_engine()
     under_test.generate([[1, 403]], [SamplingParams(max_tokens=60, seed=1)])
-    under_test._kept.write()
-    under_test._kept.write()
+    under_test._cost_file.write()
+    under_test._cost_file.write()
     assert caplog.text.count("set DRAFTPROOF_HOME") == 1
 
 
@@ -719,15 +719,15 @@ def test_nothing_is_drafted_for_what_it_shows_beside_prompts_that_are_read():
     """The time of such a round is not learned from, and everybody would wait for it."""
     stopper = Auto()
     stopper.begin([1, 2], 1)
-    assert stopper.plan.needed
+    assert stopper.plan.measures
     stopper.spent(RoundTime(0.0, 1.0, 2, 0, 0, reads=100))
     for _ in range(20):
         stopper.begin([1, 2], 1)
-        assert not stopper.plan.needed
+        assert not stopper.plan.measures
         stopper.spent(RoundTime(0.1, 1.0, 2, stopper.plan.length, stopper.plan.length, reads=100))
     stopper.spent(RoundTime(0.0, 1.0, 2, 0, 0))
     stopper.begin([1, 2], 1)
-    assert stopper.plan.needed
+    assert stopper.plan.measures
 
 
 @pytest.mark.usefixtures("clock")

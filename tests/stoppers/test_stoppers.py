@@ -177,11 +177,11 @@ def test_approximate_judges_the_newest_token_by_its_draw():
         (lambda: Confidence(1.0), "expected 0 < threshold < 1"),
         (lambda: Schedule(0), "expected a first length of 1 to"),
         (lambda: FixedLength(65), "expected a draft length of 1 to 64, got 65"),
-        (lambda: Acceptance(head("verifier")), "takes a head of kind acceptance"),
+        (lambda: Acceptance(head("verifier")), "expected a head of kind acceptance"),
         (lambda: Approximate(head("verifier"), 1.5), "expected 0 < threshold < 1"),
         (lambda: make_stopper("oracle"), "recorded run"),
         (lambda: make_stopper("acceptance:/no/such/place:0.5"), "no head in '/no/such/place'"),
-        (lambda: make_stopper("schedule:many"), "whole number"),
+        (lambda: make_stopper("schedule:many"), "expected an integer"),
         (
             lambda: HeadConfig("nonsense", 4, "a", "b"),
             "expected one of acceptance, log_ratio, verifier, got 'nonsense'",
@@ -195,7 +195,7 @@ def test_bad_arguments_say_what_is_legal(make, words):
 
 
 def test_a_head_for_another_hidden_size_is_refused_by_name():
-    with pytest.raises(UserError, match=r"width 4 \(its head was trained on small\), and those of draft have 64"):
+    with pytest.raises(UserError, match=r"width 4 \(its head was trained on small\), but those of draft have 64"):
         ModelDrafter(DraftModel(backend("draft"), vocab_size=512), Acceptance(head()))
 
 

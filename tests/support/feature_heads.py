@@ -4,7 +4,7 @@ import torch
 
 from draftproof.backends.heads.feature_head import FeatureBackend
 from draftproof.backends.heads.feature_net import FeatureConfig, FeatureNet
-from draftproof.drafters.head import FollowingModel, following_drafter
+from draftproof.drafters.head import HeadDraftModel, head_drafter
 from draftproof.stoppers.fixed import FixedLength
 
 
@@ -33,8 +33,8 @@ def net_for(target, *, ids=None, name=None, own_output=False, window=64, seed=3,
 
 
 def model_for(target, net, *, bits=None, **changes):
-    return FollowingModel(FeatureBackend(target, net, bits), target, **changes)
+    return HeadDraftModel(FeatureBackend(target, net, bits), target, **changes)
 
 
 def drafted(target, net, *, chains=1, length=4, **changes):
-    return following_drafter(model_for(target, net, **changes), FixedLength(length), "feature_head", chains=chains)
+    return head_drafter(model_for(target, net, **changes), FixedLength(length), "feature_head", chains=chains)

@@ -184,8 +184,8 @@ def mixing(where, rule, *, masses=True):
     def proposed(requests, rng):
         drafts = propose(requests, rng)
         choice = drafter._choice
-        kinds[choice.source is not None, len(choice.looked)] += 1
-        assert not choice.looked or len({draft.tree.tokens.device for draft in drafts}) == 1
+        kinds[choice.source is not None, len(choice.lookups)] += 1
+        assert not choice.lookups or len({draft.tree.tokens.device for draft in drafts}) == 1
         return drafts
 
     drafter.propose = proposed

@@ -219,7 +219,10 @@ def load(generator: Generator) -> Subject:
 
 def audit(subject: Subject, length: int, *, full: bool = False) -> list[CheckLine]:
     """The output against the target's, at temperature 1 and greedy, with `full` also at temperature 0.5."""
-    return [*(_sampled(subject, length, heat) for heat in ((1.0, 0.5) if full else (1.0,))), _greedy(subject)]
+    return [
+        *(_sampled(subject, length, temperature) for temperature in ((1.0, 0.5) if full else (1.0,))),
+        _greedy(subject),
+    ]
 
 
 def in_words(line: CheckLine) -> str:

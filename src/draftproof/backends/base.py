@@ -30,7 +30,7 @@ class Capabilities:
         hidden: width of the last hidden state it can return, 0 when it cannot.
         ragged: whether rows that begin or end at different positions may share a forward pass.
         rollback: whether drafted tokens can be read and taken back; without it there is plain decoding only.
-        portions: whether a prompt takes no longer in portions than at once.
+        portions: whether a prompt takes no longer in chunks than at once.
         predicts: whether it predicts, before a token is drawn, if that token will be accepted.
     """
 

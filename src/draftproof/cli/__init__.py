@@ -1,6 +1,6 @@
-"""The command `draftproof`: one module a command, loaded when the command is called; an error is one line and a code.
+"""The command `draftproof`: one module for each command, loaded when it is called; errors are one line and a code.
 
-Nothing here imports torch, so that help and version come at once.
+Nothing here imports torch, so that help and version are printed at once.
 
 A new command is a module `draftproof/cli/NAME.py` with a typer `app`, and a line in COMMANDS. Modules with a leading
 underscore are shared by commands.
@@ -24,14 +24,14 @@ from draftproof._version import __version__
 from draftproof.errors import UserError, printable
 
 COMMANDS = {
-    "generate": "Continue a prompt, fast, and say what speculation gained.",
-    "chat": "Talk with a model in the terminal.",
-    "batch": "Answer the prompts of a file, or an OpenAI batch file, into a folder.",
-    "serve": "Serve a model by OpenAI's API.",
+    "generate": "Continue a prompt, fast, and report what speculation gained.",
+    "chat": "Chat with a model in the terminal.",
+    "batch": "Answer a file of prompts, or an OpenAI batch file, into a folder.",
+    "serve": "Serve a model with OpenAI's and Anthropic's APIs.",
     "bench": "Measure compositions and other engines on the same questions.",
-    "reproduce": "Reproduce tables and figures of the papers, their numbers beside ours.",
+    "reproduce": "Reproduce tables and figures of the papers, and show their numbers beside ours.",
     "profile": "Measure what a composition costs on this machine: memory, rounds, forward passes, rules.",
-    "audit": "Check verification rules: our own, yours, and those of other packages.",
+    "audit": "Check verification rules: our own, yours, and those of other packages and servers.",
     "models": "List and fetch models, print their directories, and cut shallower copies.",
     "train": "Train and evaluate draft models, feature heads, stopper heads and SPRINTER's verifier.",
 }
@@ -41,7 +41,7 @@ _EVERYWHERE = {"debug", "offline"}  # options that every command has
 
 
 class Commands(TyperGroup):
-    """A group that knows the names of its commands and loads only the one that is called."""
+    """A group that knows the names of its commands, and loads only the one that is called."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -49,12 +49,12 @@ class Commands(TyperGroup):
             self.add_command(TyperCommand(name, help=line))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """The real command in place of its stand-in."""
+        """Replace the stand-in of a command by the real one."""
         name, stand_in, rest = super().resolve_command(ctx, args)
         return name, None if stand_in is None or name is None else self._load(name), rest
 
     def _load(self, name: str) -> Any:
-        """The command of a module, with the options that all have, and without the completion options of typer."""
+        """The command of a module, with the common options, and without typer's completion options."""
         from draftproof.cli._quiet import set_quiet_variables
 
         set_quiet_variables()  # before the module imports torch
@@ -66,7 +66,7 @@ class Commands(TyperGroup):
         return command
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; an error passes through, after its traceback where --debug asks for that."""
+        """Run the command; with --debug, print the traceback of an error before it is re-raised."""
         try:
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort):
@@ -80,7 +80,7 @@ class Commands(TyperGroup):
         """Run, print an error as one line on stderr, and exit: 0, 1 (error), 2 (usage) or 130 (Ctrl-C)."""
         try:
             code = super().main(*args, **options | {"standalone_mode": False})
-        except Exception as error:  # noqa: BLE001 - whatever it is, the user gets one line
+        except Exception as error:  # noqa: BLE001 - the user gets one line for any error
             code = _show(error)
         sys.exit(code or 0)
 
@@ -88,20 +88,20 @@ class Commands(TyperGroup):
 def _show(error: Exception) -> int:
     """Print an error as one line; returns the exit code."""
     message = printable(" ".join(_sentence(error).split()))
-    if message:  # help that was shown for want of arguments has been printed already
+    if message:  # empty if help was printed because there were no arguments
         typer.echo(f"draftproof: error: {message}", err=True)
     return error.exit_code if isinstance(error, typer.TyperException) else 1
 
 
 def _sentence(error: Exception) -> str:
-    """The message of a mistake as it is; of any other error its type and message, and the option that shows more."""
+    """The message of a user's mistake; for any other error its type, its message, and the option that shows more."""
     if isinstance(error, typer.Abort):
         return "aborted"
     if isinstance(error, typer.TyperException):
         context = getattr(error, "ctx", None)
         message = error.format_message().removeprefix("Invalid value: ").rstrip(".")
         return f"{message} (see {context.command_path} --help)" if message and context else message
-    # The engine's parts raise plain ValueErrors for values that cannot be used; they are written for users.
+    # The engine's parts raise plain ValueErrors for invalid values; their messages are written for users.
     if isinstance(error, UserError | ValueError | OSError) and str(error):
         return str(error)
     return f"unexpected {type(error).__name__}: {error} (--debug shows where)"
@@ -113,7 +113,7 @@ def _set_debug(ctx: Any, value: bool) -> None:
 
 
 def _go_offline(value: bool) -> None:
-    """Set the variable that draftproof and huggingface_hub read; no command module has imported huggingface_hub yet."""
+    """Set the variable that draftproof and huggingface_hub read; huggingface_hub is not imported yet."""
     if value:
         os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -136,7 +136,7 @@ _flag = partial(typer.Option, expose_value=False)
 _HELP = {
     "version": "Show the version and exit.",
     "debug": "Show the traceback of an error.",
-    "offline": "Download nothing: a model that is not on this machine is an error. So does HF_HUB_OFFLINE=1.",
+    "offline": "Download nothing; a model that is not on this machine is an error. The same as HF_HUB_OFFLINE=1.",
 }
 
 
@@ -148,11 +148,11 @@ def _root(
     ] = False,
     offline: Annotated[bool, _flag("--offline", callback=_go_offline, help=_HELP["offline"])] = False,
 ) -> None:
-    """Speculative decoding for any Hugging Face causal language model: faster, with its own output distribution."""
+    """Speculative decoding for any Hugging Face causal language model: faster, with the same output distribution."""
 
 
 def _prepare_streams() -> None:
-    """Let any text be written: to nowhere if the stream is closed, escaped if its encoding lacks a character."""
+    """Make any text printable: discarded if the stream is closed, escaped if its encoding lacks a character."""
     sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - as long as the process
     sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):

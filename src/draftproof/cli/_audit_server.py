@@ -24,8 +24,8 @@ from draftproof.errors import UserError
 from draftproof.files import whole_file
 from draftproof.provenance import run_facts
 
-_HELP_KEY = "The server's API key; better in the variable DRAFTPROOF_AUDIT_KEY, which no list of processes shows."
-_HELP_REFERENCE_KEY = "That of the second server, or DRAFTPROOF_REFERENCE_KEY."
+_HELP_KEY = "The server's API key; better set the variable DRAFTPROOF_AUDIT_KEY, which process lists do not show."
+_HELP_REFERENCE_KEY = "The second server's API key, or DRAFTPROOF_REFERENCE_KEY."
 
 
 @with_options(
@@ -36,34 +36,36 @@ def server(
     *,
     options: Any,
     target: Annotated[str | None, typer.Option(help="The weights it serves: a name, hub id or directory.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Its draft model, if known: finds subtler faults.")] = None,
-    reference_url: Annotated[str | None, typer.Option(help="A second server without speculation, instead.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Its draft model, if known, to find subtler faults.")] = None,
+    reference_url: Annotated[
+        str | None, typer.Option(help="Instead of --target: a second server, without speculation.")
+    ] = None,
     api_key: Annotated[str | None, typer.Option(metavar="KEY", help=_HELP_KEY)] = None,
     reference_api_key: Annotated[str | None, typer.Option(metavar="KEY", help=_HELP_REFERENCE_KEY)] = None,
     model: Annotated[str | None, typer.Option(help="Name of the served model; default the first listed.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="A file with a prompt on each line, or .jsonl.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that one request may take.")] = 120.0,
+    prompts: Annotated[Path | None, typer.Option(help="A file with one prompt per line, or .jsonl.")] = None,
+    timeout: Annotated[float, typer.Option(help="Time limit of one request, in seconds.")] = 120.0,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for answers and report; the same command goes on there.")
+        Path | None, typer.Option(help="Folder for answers and report. Repeat the command to continue a stopped run.")
     ] = None,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the report for the server's maintainers.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on each line.")] = False,
 ) -> None:
-    """Is the server you run lossless? Draw answers, and test every sampled token under the target; exit code 1 if not.
+    """Check whether a running server is lossless: sample answers, and test every token; exit code 1 if it is not.
 
-    OPENAI_API_KEY is read too, and goes to https://api.openai.com only.
+    OPENAI_API_KEY is also read, but only sent to https://api.openai.com.
     """
     if (target is None) == (reference_url is None):
-        given = "none of them" if target is None else "both"
+        given = "neither" if target is None else "both"
         raise UserError(f"expected --target (the weights that the server serves) or --reference-url, got {given}")
     chosen = ServerAuditOptions(**options)
     texts = list(PROMPTS) if prompts is None else [each.text for each in read_prompts(prompts)]
     facts = run_facts()
     made: dict[str, Any] = {"model": model, "timeout": timeout}
     client = Client(url, key=api_key, **made)
-    with _shown() as progress:
+    with _check_progress() as progress:
         if target is not None:
             how = {"folder": out, "progress": progress}
             found, reference, findings = _against_weights(client, (target, draft), chosen, texts, **how)
@@ -90,7 +92,7 @@ def server(
 def _against_weights(
     client: Client, names: tuple[str, str | None], options: ServerAuditOptions, texts: Sequence[str], **how: Any
 ) -> tuple[dict[str, Any], str, list[CheckResult]]:
-    """What a server says of itself, what it was compared with, and the findings."""
+    """What the server reports about itself, what it was compared with, and the findings."""
     target, draft = names
     dtype = settle(options)
     right = Reference.load(target, draft)
@@ -112,8 +114,8 @@ def _write(report: ServerReport, out: Path | None) -> None:
 
 
 @contextmanager
-def _shown() -> Iterator[Callable[[str, int, int], None]]:
-    """Shows the progress of each check on stderr, where that is a terminal."""
+def _check_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Show the progress of each check on stderr, if that is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 

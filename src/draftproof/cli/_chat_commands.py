@@ -1,4 +1,4 @@
-"""The commands of a conversation, such as /undo: what each does, how its line is read, and how it is completed."""
+"""The commands of a conversation, such as /undo: their actions, parsing and completion."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _WHETHER = {"true": True, "on": True, "yes": True, "false": False, "off": False,
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a conversation: what follows its name and what it does, for /help; whether something must follow."""
+    """A command of a conversation."""
 
-    takes: str
-    about: str
+    takes: str  # its argument, for /help; empty if it takes none
+    about: str  # what it does, for /help
     run: Callable[[Conversation, str], Iterator[Event]]
-    needs: bool = False
+    needs: bool = False  # whether the argument is required
 
 
 def take(conversation: Conversation, line: str) -> Iterator[Event]:
-    """Do what the user has entered: a command, or a message to answer; a UserError where it cannot be done."""
+    """Run an entry of the user, a command or a message to answer; raises UserError if that is impossible."""
     if not line.startswith("/"):
         yield from conversation.say(_message(line))
         return
@@ -39,8 +39,8 @@ def take(conversation: Conversation, line: str) -> Iterator[Event]:
     command = COMMANDS.get(name)
     if command is None:
         raise UserError(
-            f"there is no command /{name}: the commands are {', '.join(f'/{each}' for each in COMMANDS)}; a message "
-            f"that begins with / goes between {QUOTES} and {QUOTES}"
+            f"command: expected one of {', '.join(f'/{each}' for each in COMMANDS)}, got /{name} (put a message that "
+            f"begins with / between {QUOTES} and {QUOTES})"
         )
     if rest and not command.takes:
         raise UserError(f"/{name}: expected nothing after it, got {rest!r}")
@@ -50,19 +50,19 @@ def take(conversation: Conversation, line: str) -> Iterator[Event]:
 
 
 def is_open(text: str) -> bool:
-    """Whether a message of several lines has begun and not ended."""
+    """Whether a multi-line message has begun but not ended."""
     return text.startswith(QUOTES) and not (len(text) >= 2 * len(QUOTES) and text.rstrip().endswith(QUOTES))
 
 
 def _message(line: str) -> str:
-    """A message without the quotes around it, and without the line ends next to them."""
+    """The message without its quotes and the newlines next to them."""
     if not line.startswith(QUOTES) or is_open(line):
         return line
     return line.rstrip().removeprefix(QUOTES).removesuffix(QUOTES).removeprefix("\n").removesuffix("\n")
 
 
 def completions(text: str) -> list[str]:
-    """The words that can stand in place of the last one of a line: commands, and after /set names of parameters."""
+    """Completions of the last word of a line: commands, and parameter names after /set."""
     before, _, last = text.rpartition(" ")
     known = [f"/{name}" for name in COMMANDS] if not before else list(CHAT_SAMPLING.only) if before == "/set" else []
     return [word for word in known if word.startswith(last)] if text.startswith("/") else []
@@ -74,7 +74,7 @@ def completions(text: str) -> list[str]:
 def _help(_: Conversation, __: str) -> Iterator[Event]:
     lines = [(f"/{name} {command.takes}".rstrip(), command.about) for name, command in COMMANDS.items()]
     lines += [
-        (f"{QUOTES}...{QUOTES}", "a message of several lines; Alt-Enter also begins a new line"),
+        (f"{QUOTES}...{QUOTES}", "a message of several lines; Alt-Enter also starts a new line"),
         ("Ctrl-C", "stops the answer"),
         ("Ctrl-D", "leaves"),
     ]
@@ -89,7 +89,7 @@ def _exit(conversation: Conversation, _: str) -> Iterator[Event]:
 
 def _clear(conversation: Conversation, _: str) -> Iterator[Event]:
     conversation.clear()
-    yield Notice("a new conversation" + ("" if conversation.system is None else "; the system message stays"))
+    yield Notice("started a new conversation" + ("" if conversation.system is None else "; the system message stays"))
 
 
 def _system(conversation: Conversation, text: str) -> Iterator[Event]:
@@ -99,13 +99,13 @@ def _system(conversation: Conversation, text: str) -> Iterator[Event]:
 
 def _retry(conversation: Conversation, _: str) -> Iterator[Event]:
     if conversation.params.temperature == 0:
-        yield Notice("temperature is 0, so the answer is the same: /set temperature 0.8 allows another one")
+        yield Notice("temperature is 0, so the answer will be the same: /set temperature 0.8 allows another one")
     yield from conversation.retry()
 
 
 def _undo(conversation: Conversation, _: str) -> Iterator[Event]:
     conversation.undo()
-    yield Notice(f"the last exchange is removed: {_messages(conversation)} left")
+    yield Notice(f"removed the last exchange: {_messages(conversation)} left")
 
 
 def _save(conversation: Conversation, name: str) -> Iterator[Event]:
@@ -122,9 +122,9 @@ def _set(conversation: Conversation, text: str) -> Iterator[Event]:
     name, _, value = text.partition(" ")
     name, value = name.replace("-", "_"), value.strip()
     if name not in CHAT_SAMPLING.only:
-        raise UserError(f"there is no parameter {name!r}: expected one of {', '.join(CHAT_SAMPLING.only)}")
+        raise UserError(f"parameter: expected one of {', '.join(CHAT_SAMPLING.only)}, got {name!r}")
     conversation.set(name, _read(name, value) if value else {})
-    yield Notice(f"{name} {_shown(getattr(conversation.params, name))}")
+    yield Notice(f"{name} {_display(getattr(conversation.params, name))}")
 
 
 def _show(conversation: Conversation, _: str) -> Iterator[Event]:
@@ -132,7 +132,7 @@ def _show(conversation: Conversation, _: str) -> Iterator[Event]:
     names = [each.name for each in fields(SamplingParams)]
     shown = (*SHAPING, "max_tokens", "seed")
     others = [name for name in names if name not in shown and getattr(params, name) != getattr(usual, name)]
-    lines = [f"{name} {_shown(getattr(params, name))}" for name in (*shown, *others)]
+    lines = [f"{name} {_display(getattr(params, name))}" for name in (*shown, *others)]
     if conversation.system is not None:
         lines.append(f"system message: {printable(conversation.system)}")
     yield Notice("\n".join([*lines, f"{_messages(conversation)}, {conversation.context()}"]))
@@ -141,13 +141,13 @@ def _show(conversation: Conversation, _: str) -> Iterator[Event]:
 COMMANDS = {
     "help": Command("", "lists the commands", _help),
     "exit": Command("", "leaves; so does Ctrl-D", _exit),
-    "clear": Command("", "begins anew; the system message stays", _clear),
+    "clear": Command("", "starts a new conversation; the system message stays", _clear),
     "new": Command("", "the same as /clear", _clear),
     "system": Command("[TEXT]", "sets the system message; without TEXT removes it", _system),
     "retry": Command("", "answers the last message again, with another seed", _retry),
     "undo": Command("", "removes the last message and its answer", _undo),
     "save": Command("FILE", "writes the messages as JSON", _save, needs=True),
-    "load": Command("FILE", "goes on with the messages of a file", _load, needs=True),
+    "load": Command("FILE", "continues with the messages of a file", _load, needs=True),
     "set": Command("NAME [VALUE]", "sets a sampling parameter; without VALUE to its default", _set, needs=True),
     "show": Command("", "shows the sampling parameters, and how much of the context is used", _show),
 }
@@ -162,7 +162,7 @@ def _messages(conversation: Conversation) -> str:
     return f"{number} message{'' if number == 1 else 's'}"
 
 
-def _shown(value: Any) -> str:
+def _display(value: Any) -> str:
     if isinstance(value, tuple):
         return " ".join(shlex.quote(str(each)) for each in value) or "none"
     return "none" if value is None else str(value)
@@ -180,7 +180,7 @@ def _values(*, sampling: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(name: str, text: str) -> Mapping[str, Any]:
-    """The value of a sampling parameter, by its name; a UserError where it is none."""
+    """Parse the value of a sampling parameter; raises UserError if it is invalid."""
     option, kind = f"--{name.replace('_', '-')}", CHAT_SAMPLING.kind(name)
     if kind is bool:
         if text.lower() not in _WHETHER:

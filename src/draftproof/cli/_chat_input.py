@@ -1,4 +1,4 @@
-"""Lines that a user enters on a terminal: history, completion and several lines, by prompt_toolkit."""
+"""Terminal input with history, completion and multi-line messages, by prompt_toolkit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PROMPT, _FURTHER = ">>> ", "... "
 
 
 class LineReader:
-    """Reads what a user enters; what was entered before comes back with the arrow keys, and is kept in no file."""
+    """Reads entries of the user; the arrow keys bring back earlier ones, which are not saved to a file."""
 
     def __init__(self, is_open: Callable[[str], bool], completions: Callable[[str], list[str]]) -> None:
         self._session: PromptSession[str] = PromptSession(
@@ -47,7 +47,7 @@ class _Words(Completer):
 
 
 def _keys(is_open: Callable[[str], bool]) -> KeyBindings:
-    """Enter ends what is entered where it is not open; Alt-Enter begins a new line."""
+    """Enter submits the entry unless a multi-line message is open; Alt-Enter starts a new line."""
     keys = KeyBindings()
 
     @keys.add("enter")

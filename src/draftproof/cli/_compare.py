@@ -1,4 +1,4 @@
-"""Speculative against plain decoding on one loaded target: timed in pairs, judged by an interval."""
+"""Comparison of speculative and plain decoding on one loaded target: timed in pairs, judged by an interval."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from draftproof.engine.request import Output, SameText
 from draftproof.engine.stats import Seconds, total_stats
 from draftproof.sampling import MODEL_DEFAULTS, SamplingParams
 
-FEWEST, MOST = 6, 20  # pairs; even, so that both engines are first equally often
+FEWEST, MOST = 6, 20  # pairs; even, so that both engines run first equally often
 ENOUGH = 4.0  # seconds after which no more than FEWEST pairs are measured
 TOO_LONG = 120.0  # seconds after which two pairs are enough
 
 
 @dataclass(frozen=True)
 class TimedRun:
-    """One timed run of an engine: tokens a second of all prompts together, and the number of drafted tokens."""
+    """A timed run of an engine: tokens per second of all prompts together, and the number of drafted tokens."""
 
     tokens_per_second: float
     drafted: int
@@ -42,7 +42,7 @@ class Comparison:
 
     @property
     def drafted(self) -> int:
-        """Number of tokens that were drafted in all timed runs."""
+        """Number of drafted tokens in all timed runs."""
         return sum(speculative.drafted for speculative, _ in self.pairs)
 
     @property
@@ -54,7 +54,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str | None:
-        """The words faster or slower where the interval excludes 1, else no clear difference; None without drafts."""
+        """Faster or slower if the interval excludes 1, else no clear difference; None without drafts."""
         if not self.drafted:
             return None
         return {1: "faster", -1: "slower", 0: "no clear difference"}[self.speed_up.sure]
@@ -87,10 +87,9 @@ def compare(
 ) -> Comparison:
     """Time `engine` and plain decoding in pairs, on the prompts and parameters that gave `known`.
 
-    The order changes from pair to pair: the engine first, plain decoding first, and so on. At least FEWEST pairs are
-    measured (2 where they take longer than TOO_LONG), and up to MOST while they take less than ENOUGH together. The run
-    that gave `known` has warmed up `engine`. One run of plain decoding, which is not timed, shows whether the tokens
-    are the same.
+    The order alternates from pair to pair. At least FEWEST pairs are measured (2 if they take longer than TOO_LONG),
+    and up to MOST as long as they take less than ENOUGH together. The run that gave `known` has warmed up `engine`. An
+    untimed run of plain decoding shows whether the tokens are the same.
     """
     plain = Engine(
         engine.target, tokenizer=engine.tokenizer, eos_token_ids=engine.eos_token_ids, max_batch=engine.max_batch
@@ -101,7 +100,7 @@ def compare(
     while _more(len(pairs), time.perf_counter() - start):
         first, second = (plain, engine) if len(pairs) % 2 else (engine, plain)
         texts = {id(engine): prediction, id(plain): None}
-        timings = {id(each): _timed(each, prompts, params, texts[id(each)]) for each in (first, second)}
+        timings = {id(each): _time_run(each, prompts, params, texts[id(each)]) for each in (first, second)}
         pairs.append((timings[id(engine)], timings[id(plain)]))
     same = [output.token_ids for output in known] == [output.token_ids for output in reference]
     greedy = all(each.temperature == 0 for each in params)
@@ -111,7 +110,7 @@ def compare(
 
 
 def _more(pairs: int, seconds: float) -> bool:
-    """Whether another pair is measured; the number of pairs is always even."""
+    """Whether to measure another pair; the number of pairs is always even."""
     if pairs % 2:
         return True
     if pairs < FEWEST:
@@ -119,10 +118,10 @@ def _more(pairs: int, seconds: float) -> bool:
     return pairs < MOST and seconds < ENOUGH
 
 
-def _timed(
+def _time_run(
     engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams], prediction: str | None
 ) -> TimedRun:
-    """Time all prompts together, as if they came first."""
+    """Time all prompts together, with an empty prefix cache."""
     engine.forget()
     start = time.perf_counter()
     outputs = engine.generate(list(prompts), list(params), predictions=prediction)
@@ -135,7 +134,7 @@ _SURE = [SameText.BY_DRAFTS, SameText.BUT_FOR_ROUNDING, SameText.YES]  # the lea
 
 
 def summary(outputs: Sequence[Output], seconds: float) -> str:
-    """One line: speed, acceptance, the parts in effect, whether the run was lossless, and the shares of time."""
+    """One line: speed, acceptance, the parts in effect, whether the run was lossless, and the time of each part."""
     total = total_stats(output.stats for output in outputs)
     drafted, accepted = total.num_draft_tokens, total.num_accepted_tokens
     parts = [
@@ -153,8 +152,8 @@ def summary(outputs: Sequence[Output], seconds: float) -> str:
     return " | ".join(part for part in parts if part)
 
 
-def inherited(params: SamplingParams, given: Collection[str]) -> str:
-    """One line on the parameters that the model's generation config has changed, but for those in `given`."""
+def sampling_note(params: SamplingParams, given: Collection[str]) -> str:
+    """One line on the parameters that come from the model's generation config, except those in `given`."""
     usual = SamplingParams()
     values = {name: getattr(params, name) for name in MODEL_DEFAULTS if name not in given}
     shown = [
@@ -164,7 +163,7 @@ def inherited(params: SamplingParams, given: Collection[str]) -> str:
 
 
 def _composition(output: Output) -> str:
-    """The parts in effect; without a drafter the others have nothing to do."""
+    """The parts in effect; without a drafter the others do nothing."""
     if output.drafter == "none":
         return "drafter none"
     return f"drafter {output.drafter}, stopper {output.stopper or 'none'}, verifier {output.verifier}"
@@ -181,7 +180,7 @@ def comparison(found: Comparison) -> list[str]:
     """The speed-up with its interval and a verdict, its upper bound, and at temperature 0 whether the tokens agree."""
     values = found.to_dict()
     rates = f"{values['speculative_tokens_per_second']:.1f} against {values['plain_tokens_per_second']:.1f} tokens/s"
-    bound = "if drafting cost nothing and a verifying call as much as a plain one"
+    bound = "if drafting were free and a verifying call cost as much as a plain one"
     lines = [_speed_up(found, rates)]
     if found.drafted:
         lines.append(f"at best {found.block_efficiency:.2f}x with these drafts: {bound}")
@@ -190,13 +189,13 @@ def comparison(found: Comparison) -> list[str]:
 
 
 def _speed_up(found: Comparison, rates: str) -> str:
-    """The verdict in words, with the figures that it rests on."""
+    """The verdict in words, with its figures."""
     if found.verdict is None:
-        return f"nothing was drafted, so this was plain decoding twice; there is no speed-up to measure ({rates})"
+        return f"nothing was drafted, so both runs were plain decoding; there is no speed-up to measure ({rates})"
     verdict = {
         "faster": "faster than plain decoding",
         "slower": "SLOWER than plain decoding",
-        "no clear difference": "no clear difference to plain decoding",
+        "no clear difference": "no clear difference from plain decoding",
     }[found.verdict]
     speed = found.speed_up
     interval = f"95% interval {speed.low:.2f}x to {speed.high:.2f}x, {speed.count} pairs in alternating order"
@@ -206,5 +205,5 @@ def _speed_up(found: Comparison, rates: str) -> str:
 def _agreement(found: Comparison) -> str:
     if found.identical:
         return f"tokens identical to plain decoding (temperature 0, {found.dtype})"
-    cause = "this should not be" if found.dtype == "float32" else f"near ties round differently in {found.dtype}"
+    cause = "this should not happen" if found.dtype == "float32" else f"near ties round differently in {found.dtype}"
     return f"tokens DIFFER from plain decoding at temperature 0: {cause}; try --dtype float32"

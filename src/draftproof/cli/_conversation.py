@@ -1,4 +1,4 @@
-"""A conversation with a model: its messages, its sampling parameters, and answers that can be stopped. No terminal."""
+"""A conversation with a model, independent of the terminal: messages, sampling parameters, interruptible answers."""
 
 from __future__ import annotations
 
@@ -30,41 +30,41 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Notice:
-    """A line or more for the user, which is no part of an answer."""
+    """Text for the user that is not part of an answer."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Answered:
-    """The end of an answer, whether the user stopped it, and what the user should know about it."""
+class AnswerEnd:
+    """The end of an answer: whether the user stopped it, and a note for the user."""
 
     request: Request
     stopped: bool
     note: str
 
 
-Event = Notice | Chunk | Answered
+Event = Notice | Chunk | AnswerEnd
 
 
 class Conversation:
-    """The messages so far, and what the next answer is sampled with.
+    """The messages so far, and the sampling parameters of the next answer.
 
-    A message is kept when it has an answer: after an error, everything is as before. Messages are in OpenAI's form,
-    each with a role and its content; the model's also with what it reasoned.
+    A message is kept when it is answered; after an error, everything is as before. Messages are in OpenAI's form, with
+    a role and content; the model's messages may also have reasoning.
     """
 
     def __init__(self, engine: Engine, sampling: Mapping[str, Any], *, system: str | None = None) -> None:
         if not engine.prompts.has_template:
             raise UserError(
-                f"{engine.target.name} has no chat template: name a file with one (--chat-template FILE), or continue "
-                "a text with draftproof generate"
+                f"{engine.target.name} has no chat template: name a file with one (--chat-template FILE), or use "
+                "draftproof generate to continue a text"
             )
         self.engine = engine
         self.messages: list[Message] = []
-        self.sampling = dict(sampling)  # what the user has set, by name
-        self.closed = False  # by the user
-        self.params = self._merged(self.sampling)  # in effect: an answer is as long as the model makes it by default
+        self.sampling = dict(sampling)  # parameters set by the user
+        self.closed = False  # whether the user has left
+        self.params = self._merged(self.sampling)  # in effect; by default the model ends an answer
         self._attempts = 0
         self._stopping = False
         self.set_system(system)
@@ -72,7 +72,7 @@ class Conversation:
     # --- answers --------------------------------------------------------------------------------------------------
 
     def say(self, text: str) -> Iterator[Event]:
-        """Answer a message; a UserError where the one before it has no answer, or this one cannot be answered."""
+        """Answer a message; raises UserError if the last message is unanswered, or this one cannot be answered."""
         if self.messages and self.messages[-1]["role"] == "user":
             raise UserError("the last message has no answer: /retry answers it, /undo removes it")
         self._attempts = 0
@@ -82,7 +82,7 @@ class Conversation:
         """Answer the last message again, with another seed."""
         asked = self.messages[:-1] if self.messages and self.messages[-1]["role"] == "assistant" else self.messages
         if not asked or asked[-1]["role"] != "user":
-            raise UserError("there is no message to answer again")
+            raise UserError("there is no message to answer again: enter one first")
         params = self.params
         self._attempts += 1
         if params.seed is not None:
@@ -90,11 +90,11 @@ class Conversation:
         yield from self._answer(asked, params)
 
     def stop(self) -> None:
-        """End the answer that is being made after the present round; may be called by a signal's handler."""
+        """Stop the current answer after the current round; may be called from a signal handler."""
         self._stopping = True
 
     def _answer(self, asked: Sequence[Message], params: SamplingParams) -> Iterator[Event]:
-        """Answer the last of some messages; with the answer they are the messages of the conversation."""
+        """Answer the last of these messages; with the answer they become the conversation."""
         try:
             (request,) = self.engine.add(asked, params)
         except ContextError as error:
@@ -117,16 +117,16 @@ class Conversation:
         if text or request.finished:
             thoughts = {"reasoning_content": reasoning} if reasoning else {}
             self.messages = [*asked, {"role": "assistant", "content": text, **thoughts}]
-        yield Answered(request, stopped=not request.finished, note=self._end(request, text))
+        yield AnswerEnd(request, stopped=not request.finished, note=self._end(request, text))
 
     def _end(self, request: Request, text: str) -> str:
         if not request.finished:
-            return "stopped: what is shown is kept" if text else "stopped before the answer began: nothing is kept"
+            return "stopped: the text so far is kept" if text else "stopped before the answer began: nothing is kept"
         if request.cutter.finish is not Finish.LENGTH:
             return ""
         if request.place == request.params.max_tokens:
-            return f"cut off after {request.place} tokens, which is max_tokens"
-        return f"cut off: the context is full with {len(request.tokens)} tokens; {_SHORTER}"
+            return f"cut off after {request.place} tokens (max_tokens)"
+        return f"cut off: the context is full ({len(request.tokens)} tokens); {_SHORTER}"
 
     # --- changes --------------------------------------------------------------------------------------------------
 
@@ -142,24 +142,24 @@ class Conversation:
         self.messages = [*([] if text is None else [{"role": "system", "content": text}]), *rest]
 
     def clear(self) -> None:
-        """Begin anew; the system message stays."""
+        """Start a new conversation; the system message stays."""
         self.messages = self.messages[: int(self.system is not None)]
 
     def undo(self) -> None:
-        """Remove the last exchange: the last message of the user, and its answer."""
+        """Remove the last exchange: the user's last message and its answer."""
         places = [place for place, message in enumerate(self.messages) if message["role"] == "user"]
         if not places:
-            raise UserError("there is nothing to undo")
+            raise UserError("there is nothing to undo: the conversation has no messages")
         self.messages = self.messages[: places[-1]]
 
     def set(self, name: str, values: Mapping[str, Any]) -> None:
-        """Set a sampling parameter to its value; without one it is the model's own."""
+        """Set a sampling parameter; with no values, reset it to the model's default."""
         changed = {each: value for each, value in self.sampling.items() if each != name} | dict(values)
         self.params = self._merged(changed)
         self.sampling = changed
 
     def _merged(self, sampling: Mapping[str, Any]) -> SamplingParams:
-        """The parameters that the user has set, over the model's own."""
+        """The model's default parameters, overridden by the user's."""
         try:
             return merged_params(sampling, replace(self.engine.default_params, max_tokens=None))
         except typer.BadParameter as error:
@@ -176,7 +176,7 @@ class Conversation:
             raise UserError(f"cannot write {file}: {error.strerror or error}") from error
 
     def load(self, file: Path) -> None:
-        """Go on with the messages of a file."""
+        """Continue with the messages of a file."""
         text = read_text(file)
         assert text is not None, "a file was named"
         found = json_value(text, str(file))
@@ -184,18 +184,18 @@ class Conversation:
             raise UserError(f"{file}: expected a list of messages, got {type(found).__name__}")
         messages = [_message(f"{file}, message {place}", each) for place, each in enumerate(found, 1)]
         if any(message["role"] == "system" for message in messages[1:]):
-            raise UserError(f"{file}: expected no system message but the first message")
+            raise UserError(f"{file}: expected a system message only as the first message")
         self.messages = messages
 
-    # --- what is left ---------------------------------------------------------------------------------------------
+    # --- the context ----------------------------------------------------------------------------------------------
 
     def context(self) -> str:
-        """The tokens of the messages, and how many are left for further ones and their answers."""
-        talked = any(message["role"] == "user" for message in self.messages)
-        used = len(self.engine.encode(self.messages)[1]) if talked else 0
+        """The number of tokens of the messages, and how many are left for further messages and answers."""
+        started = any(message["role"] == "user" for message in self.messages)
+        used = len(self.engine.encode(self.messages)[1]) if started else 0
         left = self.engine.context_left(used)
         if left + used >= UNBOUNDED:
-            return f"{used} tokens in the context, which has no end"
+            return f"{used} tokens in the context, which is unlimited"
         return f"{used} tokens in the context, {max(left, 0)} left"
 
 
@@ -211,7 +211,7 @@ def _message(where: str, found: Any) -> Message:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise UserError(f"{where}: not valid Unicode: it holds lone surrogates") from None
+            raise UserError(f"{where}: expected valid Unicode, got lone surrogates in {name}") from None
     return {"role": found["role"], **texts}
 
 

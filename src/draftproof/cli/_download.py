@@ -1,4 +1,4 @@
-"""Registered models that are downloaded at first use: lines and a progress bar on stderr."""
+"""Download of registered models at their first use, with lines and a progress bar on stderr."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 def obtain(*names: str | None, quiet: bool = False) -> None:
-    """Pull those registered models among `names` that are not on this machine."""
+    """Download those registered models among `names` that are not on this machine."""
     from draftproof import models
 
     missing = [name for name in names if name in models.REGISTRY and not models.pulled(name)]
     if not missing:
         return
-    with shown_pull(quiet=quiet) as (report, progress):
+    with pull_progress(quiet=quiet) as (report, progress):
         for name in missing:
             models.obtain(name, report=report, progress=progress)
 
 
 def first_target(*, quiet: bool = False) -> str:
-    """The target of `generate` where none is named: a registered model, or the embedded one where it cannot be had."""
+    """The default target of `generate`: a registered model, or the embedded one if that cannot be downloaded."""
     from draftproof import models
     from draftproof.errors import UserError, reason
 
@@ -34,16 +34,14 @@ def first_target(*, quiet: bool = False) -> str:
         obtain(models.FIRST_TARGET, quiet=quiet)
     except UserError as cause:
         if not quiet:
-            note(
-                f"draftproof: {reason(cause)}; until then the small model {models.DEFAULT_TARGET} continues the prompt"
-            )
+            note(f"draftproof: {reason(cause)}; until then the small model {models.DEFAULT_TARGET} is used")
         return models.DEFAULT_TARGET
     return models.FIRST_TARGET
 
 
 @contextmanager
-def shown_pull(*, quiet: bool = False) -> Iterator[tuple[Report, Progress]]:
-    """What `models.pull` reports to: a line for each step, and on a terminal a bar below them."""
+def pull_progress(*, quiet: bool = False) -> Iterator[tuple[Report, Progress]]:
+    """The callbacks of `models.pull`: print a line for each step, and on a terminal a progress bar below them."""
     if quiet:
         yield lambda _: None, lambda *_: None
         return

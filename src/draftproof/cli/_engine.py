@@ -1,4 +1,4 @@
-"""The options that say which engine a command loads: models and parts, with the names of `Engine.load`."""
+"""The options of a command's engine: models and parts, named as in `Engine.load`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class _Target:
 
 _SPECULATION = ("drafter", "stopper", "verifier", "draft_temperature", "draft_top_k", "draft_budget")
 _HELP = {
-    "target": f"The target: {_NAMES}; without it what the variable {TARGET_VARIABLE} names.",
-    "draft": f"The draft model: {_NAMES}; without it an embedded target's, or none for others.",
+    "target": f"The target: {_NAMES}; without it the value of the variable {TARGET_VARIABLE}.",
+    "draft": f"The draft model: {_NAMES}; without it that of an embedded target, and none for other targets.",
     "backend": BACKEND_HELP,
     "drafter": DRAFTER_HELP,
     "stopper": f"{STOPPER_HELP}; without it auto.",
@@ -40,7 +40,7 @@ _MODELS = tuple(each.name for each in fields(EngineOptions) if each.name not in 
 def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replace the parameter `engine` of a typer command by the target and an option for each field of EngineOptions.
 
-    The command gets a dictionary by field. Where a target is divided among processes, it runs in the first of them.
+    The command gets a dictionary by field. If the target is divided among processes, it runs in the first of them.
     """
     groups = [
         Options(of, panel, only=only, help={name: _HELP[name] for name in only if name in _HELP}, short=_SHORT)
@@ -61,12 +61,12 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def named_target(options: Mapping[str, Any]) -> str | None:
-    """The target that the options or else the environment names; None without one."""
+    """The target named by the options, or else by the environment; None without one."""
     return options["target"] or os.environ.get(TARGET_VARIABLE) or None
 
 
 def load_engine(target: str, options: Mapping[str, Any], *, quiet: bool) -> Engine:
-    """The engine of a target and all other arguments of `Engine.load`; models that are not here are downloaded."""
+    """Load the engine of a target, with all other arguments of `Engine.load`; missing models are downloaded."""
     names = target, options["draft"] or default_draft(target, options["drafter"])
     obtain(*names, quiet=quiet)
     others = {name: value for name, value in options.items() if name not in ("target", "draft")}

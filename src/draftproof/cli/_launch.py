@@ -1,4 +1,4 @@
-"""Commands that run in several processes: started by torch.distributed's launcher, watched, and ended together."""
+"""Commands in several processes, which torch.distributed's launcher starts, watches and ends together."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from draftproof.errors import UserError
 from draftproof.native.cores import usable_cores
 from draftproof.native.threads import NUMBER
 
-_DRAIN = 60  # seconds until processes that were asked to end are killed
+_DRAIN = 60  # seconds until processes that do not end on request are killed
 
 
 def divide(processes: int) -> None:
-    """Go on in so many processes; returns in process 0 only.
+    """Continue in this many processes; returns in process 0 only.
 
-    A process that was not started by a launcher starts them all with its own arguments, waits, and exits as process 0
-    does. Processes other than 0 follow that one, and exit.
+    A process that was not started by a launcher starts them all with its own arguments, waits, and exits like process
+    0. The other processes follow process 0, and exit.
 
     Raises:
         UserError: another number of processes was started, or one of them ended before the others.
@@ -35,11 +35,11 @@ def divide(processes: int) -> None:
         with quiet_libraries():
             take_part(processes)
         return
-    raise typer.Exit(_launched(processes, sys.argv[1:]))
+    raise typer.Exit(_run_processes(processes, sys.argv[1:]))
 
 
-def _launched(processes: int, arguments: list[str]) -> int:
-    """Run the command in so many processes of this machine; returns the exit code of process 0."""
+def _run_processes(processes: int, arguments: list[str]) -> int:
+    """Run the command in this many processes of this machine; returns the exit code of process 0."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -47,7 +47,7 @@ def _launched(processes: int, arguments: list[str]) -> int:
     os.environ.setdefault(NUMBER, str(max(usable_cores() // processes, 1)))
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # they tell of every signal that is sent
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # they log every signal that is sent
     with TemporaryDirectory() as logs:
         config = LaunchConfig(
             min_nodes=1,
@@ -64,21 +64,21 @@ def _launched(processes: int, arguments: list[str]) -> int:
         try:
             elastic_launch(config, sys.executable)("-m", "draftproof", *arguments)
         except ChildFailedError as error:
-            return _explained({rank: failure.exitcode for rank, failure in error.failures.items()}, processes)
+            return _exit_code({rank: failure.exitcode for rank, failure in error.failures.items()}, processes)
         except SignalException as error:
             return 128 + error.sigval
     return 0
 
 
-def _explained(codes: dict[int, int], processes: int) -> int:
-    """The exit code after a failure of processes, by rank; negative ones are signals. Process 0 has printed its own."""
-    asked = {-signal.SIGTERM, -signal.SIGINT}  # by the launcher, because of the first that failed
+def _exit_code(codes: dict[int, int], processes: int) -> int:
+    """The exit code after processes failed, from their codes by rank (negative: a signal); process 0 prints its own."""
+    asked = {-signal.SIGTERM, -signal.SIGINT}  # sent by the launcher after the first failure
     killed = {rank: code for rank, code in codes.items() if code < 0 and code not in asked}
     if not killed and codes.get(0, 0) > 0:
         return codes[0]
     rank, code = next(iter((killed or codes).items()))
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     raise UserError(
-        f"process {rank} of {processes} (--tensor-parallel {processes}) {how}, so the others were ended too: nothing "
-        "of what was running is left; start again"
+        f"process {rank} of {processes} (--tensor-parallel {processes}) {how}, so the others were ended, too: start "
+        "the command again"
     )

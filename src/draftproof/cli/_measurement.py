@@ -1,4 +1,4 @@
-"""Commands that measure something: the options are the fields of a dataclass, the result a page or one JSON object."""
+"""Measuring commands: their options are the fields of a dataclass, their result is a page or a JSON object."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from draftproof.cli._download import obtain
 from draftproof.cli._options import Options, with_options
-from draftproof.cli._output import Json, Out, Plots, Quiet, drawing, show, watch_for
+from draftproof.cli._output import Json, Out, Plots, Quiet, can_draw, progress_bar, show
 from draftproof.cli._parts import DRAFTER_HELP, STOPPER_HELP, VERIFIER_HELP
 from draftproof.cli._quiet import quiet_libraries
 
@@ -30,11 +30,11 @@ _HELP = {
     "verifier": f"{VERIFIER_HELP}.",
     "dtype": f"Number format of all models: {DTYPES}.",
     "dataset": f"{DATASET[0].upper()}{DATASET[1:]}.",
-    "questions": "How many of the data set, as plain text.",
+    "questions": "Number of questions from the data set, as plain text.",
     "temperature": "Sampling temperature; 0 is greedy.",
-    "form": "How texts stand in .txt files: lines, paragraphs, stories or documents.",
+    "form": "How texts are separated in .txt files: lines, paragraphs, stories or documents.",
 }
-# fields of a list, whose option stands for one value each time
+# list fields, whose repeated option has one value each
 _ONE_OF = {
     "stoppers": "stopper", "rules": "rule", "lengths": "n", "costs": "cost", "backends": "backend", "dtypes": "dtype",
     "tries": "trie", "prompts": "prompt", "models": "model", "kinds": "kind", "texts": "data",
@@ -59,15 +59,15 @@ def measurement(
     """A typer command that measures and shows the result; each field of the dataclass `of` becomes an option.
 
     `measure` takes such an object and `watch`, and returns `results.Results`; `summary` is the help of the command.
-    Names, defaults and help texts are given where they are neither the field's own nor the usual ones, see `Options`;
-    fields in `leave` have no option. `complete` changes the values by field before the object is made, and `draw` draws
-    pictures (options, result, file), which adds the option --plots.
+    Names, defaults and help texts override the field's own and the usual ones, see `Options`; fields in `leave` have no
+    option. `complete` changes the values by field before the object is made, and `draw` draws plots (options, result,
+    file), which adds the option --plots.
     """
     kinds = {each.name: str(each.type) for each in dataclasses.fields(of) if each.name not in leave}
     shared: dict[str, Any] = {
-        "names": _called(kinds, names or {}),
+        "names": _option_names(kinds, names or {}),
         "defaults": defaults or {},
-        "help": {**_known(_HELP, kinds), **(texts or {})},
+        "help": {**_for_fields(_HELP, kinds), **(texts or {})},
         "metavars": metavars or {},
         "short": short or {},
         "repeatable": True,
@@ -82,8 +82,8 @@ def measurement(
         chosen = of(**(options if complete is None else complete(options)))
         with quiet_libraries():
             obtain(*_models(chosen), quiet=quiet)
-            found = measure(chosen, watch=watch_for(quiet=quiet))
-        if draw is not None and out is not None and drawing(plots=plots):
+            found = measure(chosen, watch=progress_bar(quiet=quiet))
+        if draw is not None and out is not None and can_draw(plots=plots):
             draw(chosen, found, out.parent / f"{out.name}.png")
         show(found, out, as_json=as_json)
 
@@ -100,21 +100,21 @@ def measurement(
     return with_options(options=[group for group in groups if group.only])(command)
 
 
-def _known(texts: Mapping[str, str], kinds: Mapping[str, str]) -> dict[str, str]:
+def _for_fields(texts: Mapping[str, str], kinds: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if name in kinds}
 
 
-def _called(kinds: Mapping[str, str], given: Mapping[str, str | None]) -> dict[str, str]:
-    """Names of options, by field, where they are not the field's own."""
+def _option_names(kinds: Mapping[str, str], given: Mapping[str, str | None]) -> dict[str, str]:
+    """Names of options, by field, if they differ from the field's name."""
     lists = {name: kind for name, kind in kinds.items() if "Sequence" in kind}
-    usual = {**_known(_ONE_OF, lists), **_known(_NAMED, kinds)}
+    usual = {**_for_fields(_ONE_OF, lists), **_for_fields(_NAMED, kinds)}
     if "seeds" not in lists:
         usual.pop("seeds", None)
     return {name: to for name, to in {**usual, **given}.items() if to is not None}
 
 
 def _models(chosen: Any) -> list[str]:
-    """Names of models among the options, for downloads."""
+    """Names of models in the options, for downloads."""
     found: list[str] = []
     for name in ("target", "draft", "judge", "models"):
         value = getattr(chosen, name, None)

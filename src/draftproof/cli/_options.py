@@ -1,4 +1,4 @@
-"""Options made from the fields of dataclasses: name, type and default of a field, help from the class's docstring."""
+"""Command-line options from the fields of dataclasses: name, type and default, and help from the class's docstring."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Annotated, Any
 
 import typer
 
-NONE = object()  # the value None as it was given; None itself is an option that was not given
+NONE = object()  # the explicit value "none"; None itself means that the option was not given
 _ATTRIBUTE = re.compile(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Fields of a dataclass that become options of a command; its docstring describes each of them.
+    """Fields of a dataclass that become options of a command; the class's docstring describes each of them.
 
     Attributes:
         panel: heading of these options in the help.
-        only: the fields to use; all fields when empty.
-        names, defaults, help: of options, by field, where they are not the field's own.
+        only: the fields to use; all fields if empty.
+        names, defaults, help: overrides of the field's own, by field.
         metavars: names of values in the help, by field.
-        short: further names of options, such as "-n", by field.
-        partial: leave options with the value None out: they were not given.
-        repeatable: say in the help of an option for a list that it can be repeated, and what it is without it.
+        short: short names of options, such as "-n", by field.
+        partial: leave out options with the value None, which were not given.
+        repeatable: say in the help of a list option that it can be repeated, and what its default is.
     """
 
     of: type
@@ -49,7 +49,7 @@ class Options:
         return {name: self._parameter(found[name], texts[name]) for name in self.only or found}
 
     def kind(self, name: str) -> Any:
-        """The type of a field's option; a list where it can be repeated."""
+        """The type of a field's option; a list if it can be repeated."""
         return next(_KINDS[str(each.type)][0] for each in fields(self.of) if each.name == name)
 
     def _parameter(self, of: Field[Any], text: str) -> inspect.Parameter:
@@ -81,8 +81,8 @@ def with_options(**groups: Sequence[Options]) -> Callable[[Callable[..., Any]], 
     """Replace parameters of a typer command by options.
 
     Args:
-        groups: by parameter of the command: the options whose values it gets, as a dictionary by field. An option that
-            can be repeated and is not given is left out of the dictionary, so that the field's default applies.
+        groups: for each parameter of the command, the options whose values it gets as a dictionary by field. A
+            repeatable option that is not given is left out of the dictionary, so that the field's default applies.
     """
     partial = {(name, at) for name, group in groups.items() for one in group if one.partial for at in one.parameters()}
     added = {
@@ -112,7 +112,7 @@ def with_options(**groups: Sequence[Options]) -> Callable[[Callable[..., Any]], 
 
 
 def _repeated(text: str, default: Any) -> str:
-    """A help text that says what an option is that can be repeated, and what holds where it is not given."""
+    """The help text of a repeatable option, with its default."""
     known = isinstance(default, tuple) and "without it" not in text
     values = [f"{each:g}" if isinstance(each, float) else str(each) for each in default] if known else []
     without = f"; without it {', '.join(values[:-1])}{' and ' if values[:-1] else ''}{values[-1]}" if values else ""
@@ -120,21 +120,21 @@ def _repeated(text: str, default: Any) -> str:
 
 
 def field_help(of: type) -> dict[str, str]:
-    """The description of each field in the docstring of a dataclass, beginning with a capital letter."""
+    """The description of each field in the docstring of a dataclass, with a capital letter at the start."""
     text = inspect.cleandoc(of.__doc__ or "").partition("Attributes:")[2].partition("Raises:")[0]
     found = {name: " ".join(words.split()) for names, words in _ATTRIBUTE.findall(text) for name in names.split(", ")}
     return {name: words[:1].upper() + words[1:] for name, words in found.items()}
 
 
 def _value(value: Any) -> Any:
-    """Values of an option that can be repeated as a tuple, NONE as None; other values as they are."""
+    """The value of an option: a list as a tuple, NONE as None, other values as they are."""
     if value is NONE:
         return None
     return tuple(value) if isinstance(value, list) else value
 
 
 def _whole_or_none(text: Any) -> Any:
-    """An int, or NONE for "none"; defaults come as they are."""
+    """An int, or NONE for "none"; defaults are passed through."""
     if text is None or text is NONE:
         return text
     if str(text).lower() == "none":

@@ -53,18 +53,18 @@ def _write_above(bar: Progress, text: str) -> None:
     bar.start()
 
 
-def write_aside(text: str) -> None:
-    """Write to stderr now, dim on a terminal: what belongs to an answer and is no part of it."""
+def write_dim(text: str) -> None:
+    """Write to stderr at once, dim on a terminal: text that comes with an answer but is not part of it."""
     Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(text, style="dim", end="")
 
 
 def write(text: str) -> None:
-    """Write to stdout now: a closed pipe is noticed here, and not at exit."""
+    """Write to stdout and flush, so that a closed pipe raises here and not at exit."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
-def watch_for(*, quiet: bool) -> Watch:
+def progress_bar(*, quiet: bool) -> Watch:
     """Progress on stderr, or none."""
     return silent if quiet else bar
 
@@ -88,9 +88,9 @@ def print_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         typer.echo(line)
 
 
-def drawing(*, plots: bool) -> bool:
-    """Whether pictures are drawn; says so where they should be and cannot."""
-    drawing = plots and find_spec("matplotlib") is not None
-    if plots and not drawing:
+def can_draw(*, plots: bool) -> bool:
+    """Whether to draw plots; prints a note if they were requested and matplotlib is missing."""
+    installed = plots and find_spec("matplotlib") is not None
+    if plots and not installed:
         note("no pictures: they need matplotlib (pip install 'draftproof[bench]'); --no-plots leaves them out")
-    return drawing
+    return installed

@@ -1,4 +1,4 @@
-"""Help texts on drafters, stoppers, rules and backends, made from the registry, and the default draft model."""
+"""Help texts of drafters, stoppers, rules and backends, from the registry, and the default draft model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _forms(parts: Iterable[Part]) -> str:
 LOSSLESS = _forms(part for part in VERIFIERS.values() if part.lossless)
 LOSSY = _forms(part for part in VERIFIERS.values() if not part.lossless)
 DRAFTER_HELP = f"Where drafts come from: {_forms(DRAFTERS.values())}."
-STOPPER_HELP = f"When a draft ends: {_forms(OFFERED_STOPPERS.values())}; arguments can be left out"
+STOPPER_HELP = f"When a draft ends: {_forms(OFFERED_STOPPERS.values())}; arguments are optional"
 VERIFIER_HELP = f"The verification rule: {LOSSLESS}; lossy: {LOSSY}"
 BACKEND_HELP = f"Implementation of the forward pass: {', '.join(BACKENDS)}."
 
@@ -24,5 +24,5 @@ HEADED = tuple(name for name, part in OFFERED_STOPPERS.items() if part.head)  # 
 
 
 def default_draft(target: str, drafter: str | None) -> str | None:
-    """The draft model that an embedded target has, where the drafter reads a draft model."""
+    """The draft model of an embedded target, if the drafter uses a draft model."""
     return models.EMBEDDED_DRAFTS.get(target) if reads_draft(drafter) else None

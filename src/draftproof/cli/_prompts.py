@@ -1,4 +1,4 @@
-"""Where prompts come from: the argument, stdin, or a file with many. Errors name the place and show no prompt."""
+"""Prompts from the argument, stdin or a file. Errors name the place, but show no prompt."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _KEYS = ("prompt", "text", "turns", "instruction")
 
 @dataclass(frozen=True)
 class PromptText:
-    """A prompt and where it stood ("FILE, line 3"; empty for the argument and stdin), for errors."""
+    """A prompt, and its place for errors ("FILE, line 3"; empty for the argument and stdin)."""
 
     text: str
     where: str = ""
 
 
 def one_argument(words: Sequence[str] | None, name: str) -> str | None:
-    """The one argument of a command; None without one. Several words are refused: typer would show them."""
+    """The only argument of a command; None without one. Several words are refused here: typer would print them."""
     if words and len(words) > 1:
-        raise typer.BadParameter(f"expected one {name}, got {len(words)} words: put them in quotes")
+        raise typer.BadParameter(f"expected one {name}, got {len(words)} words (put them in quotes)")
     return words[0] if words else None
 
 
 def gather(argument: str | None, file: Path | None) -> list[PromptText]:
-    """The prompts of the command: those of the file, or the one of the argument or stdin."""
+    """The prompts of a command: those of the file, or the one in the argument or on stdin."""
     if file is not None:
         if argument is not None:
-            raise typer.BadParameter("PROMPT and --prompts exclude each other: give one of them")
+            raise typer.BadParameter("expected PROMPT or --prompts, got both (leave one out)")
         return read_prompts(file)
     if argument is None and (sys.stdin is None or sys.stdin.isatty()):
         raise typer.BadParameter("no prompt: give PROMPT, --prompts FILE, or text on stdin")
@@ -43,14 +43,14 @@ def gather(argument: str | None, file: Path | None) -> list[PromptText]:
 
 
 def _stdin() -> str:
-    """All of stdin, less the one line end that echo and editors add."""
+    """All of stdin, without the newline that echo and editors add."""
     text = _decode(sys.stdin.buffer.read(), "stdin")
     return text.removesuffix("\n").removesuffix("\r")
 
 
 def read_prompts(file: Path) -> list[PromptText]:
-    """The prompts of a file: one a line; in .jsonl the prompt, text, first of turns, or instruction of each object."""
-    # not splitlines: JSON text may hold its other line ends
+    """The prompts of a file: one per line; in .jsonl the prompt, text, first turn, or instruction of each object."""
+    # not splitlines, since JSON text may contain other line separators
     lines = enumerate(_decode(read_bytes(file), str(file)).split("\n"), 1)
     places = [(f"{file}, line {number}", line.removesuffix("\r")) for number, line in lines if line.strip()]
     if not places:
@@ -70,7 +70,8 @@ def _decode(raw: bytes, where: str) -> str:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise UserError(
-            f"{where}, line {line}: not UTF-8 text (byte 0x{raw[error.start]:02x}): convert it, for example by iconv"
+            f"{where}, line {line}: expected UTF-8 text, got byte 0x{raw[error.start]:02x} (convert it, for example by "
+            "iconv)"
         ) from None
 
 
@@ -88,19 +89,19 @@ def _of_json(line: str, where: str) -> str:
 
 
 def _form(value: Any) -> str:
-    """What a JSON value is, for an error: the fields of an object, the type of others."""
+    """A description of a JSON value for an error: the fields of an object, the type of other values."""
     if isinstance(value, dict):
         return f"one with {', '.join(map(repr, value))}" if value else "one without fields"
     return "nothing" if value is None else type(value).__name__
 
 
 def _checked(text: str, where: str = "") -> PromptText:
-    """A prompt that can be tokenized."""
-    problem = None if text else "is empty: give some text"
+    """The prompt, if it can be tokenized."""
+    problem = None if text else "is empty: enter some text"
     try:
         text.encode()
     except UnicodeEncodeError:
-        problem = "is not valid Unicode: it holds lone surrogates"
+        problem = "is not valid Unicode: it contains lone surrogates (remove them)"
     if problem:
         raise UserError(f"{where}{': ' if where else ''}the prompt {problem}")
     return PromptText(text, where)

@@ -1,4 +1,4 @@
-"""Other libraries' output: their bars and warnings kept off the screen, and our own messages shown, a line each."""
+"""Hides progress bars and warnings of other libraries, and shows our own log messages, one line each."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Any
 from draftproof.cli._output import note
 
 _QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
-# What loading torchao logs, which transformers does where it is installed: of kernels for other machines, and of enums
+# transformers imports torchao if it is installed, which logs messages about kernels for other machines and enums
 _QUIET_LOGGERS = ("torchao", "torch.utils._pytree")
 
 
 def set_quiet_variables() -> None:
-    """Set variables that libraries read when they are imported (torch imports tqdm); values of the user stay."""
+    """Set variables that libraries read at import (torch imports tqdm); the user's values are kept."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
 
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Keep the progress bars and warnings of libraries off the screen; -W shows the warnings again."""
+    """Hide progress bars and warnings of libraries; python -W shows the warnings again."""
     set_quiet_variables()
-    if "transformers" in sys.modules:  # it has read its variables already
+    if "transformers" in sys.modules:  # it has already read its variables
         _silence_transformers()
     for name in _QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -49,7 +49,7 @@ def _silence_transformers() -> None:
 
 @contextmanager
 def logged_lines(*, quiet: bool) -> Iterator[None]:
-    """Show what the library logs during long work, a line each."""
+    """Show our log messages, one line each."""
     logger, handler = logging.getLogger("draftproof"), _LogLines()
     level = logger.level
     logger.addHandler(handler)
@@ -65,7 +65,7 @@ class _LogLines(logging.Handler):
     """Prints each record on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """A line."""
+        """Print one line."""
         note(f"draftproof: {record.getMessage()}")
 
 

@@ -1,4 +1,4 @@
-"""One option for each field of SamplingParams; what is not given is the model's own default."""
+"""One option for each field of SamplingParams; options that are not given have the model's defaults."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ SAMPLING = Options(
 )
 
 
-# Of a conversation: one answer at a time, which the model ends; its log-probabilities are not shown.
+# For a conversation: one answer at a time, which the model ends, and no log-probabilities.
 CHAT_SAMPLING = replace(
     SAMPLING,
     only=[name for name in _DEFAULTS if name not in ("n", "logprobs", "logprobs_mode", "prompt_logprobs")],
-    help={**SAMPLING.help, "max_tokens": "The most tokens of an answer; without it, or with none, the context's end."},
+    help={**SAMPLING.help, "max_tokens": "The most tokens of an answer; without it, or with none, the whole context."},
 )
 
 
 def sampling_options(command: Callable[..., Any], *, options: Options = SAMPLING) -> Callable[..., Any]:
-    """Replace the parameter `sampling` of a typer command, a dictionary of those given, by an option for each field."""
+    """Replace the parameter `sampling` of a typer command by an option for each field; it gets those that are given."""
 
     @functools.wraps(command)
     def converted(*, sampling: Mapping[str, Any], **values: Any) -> Any:
@@ -47,7 +47,7 @@ def sampling_options(command: Callable[..., Any], *, options: Options = SAMPLING
 
 
 def given_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of SamplingParams from the values of the options; a typer.BadParameter names a value out of range."""
+    """Fields of SamplingParams from option values; raises typer.BadParameter for values out of range."""
     given = dict(values)
     if "logit_bias" in given:
         given["logit_bias"] = _bias(given["logit_bias"])
@@ -56,7 +56,7 @@ def given_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged_params(given: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
-    """The given values over a model's defaults; a typer.BadParameter names a value out of range."""
+    """A model's defaults, overridden by the given values; raises typer.BadParameter for values out of range."""
     try:
         return replace(defaults, **given)
     except ValueError as error:
@@ -64,7 +64,7 @@ def merged_params(given: Mapping[str, Any], defaults: SamplingParams) -> Samplin
 
 
 def _bias(entries: Sequence[str]) -> dict[int, float]:
-    """Token id to bias from ID=VALUE entries; the last one counts for a token that is given twice."""
+    """Biases by token id, from ID=VALUE entries; the last entry of a token counts."""
     found = {}
     for entry in entries:
         token, _, value = entry.partition("=")

@@ -1,4 +1,4 @@
-"""`draftproof audit`: verification rules, our own, the user's and those of other packages, and running servers."""
+"""`draftproof audit`: checks of verification rules (ours, yours, other packages') and of running servers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ app = typer.Typer(cls=Audits, add_completion=False, no_args_is_help=True)
 app.command()(_audit_server.server)
 _log = logging.getLogger(__name__)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on each line.")]
-Full = Annotated[bool, typer.Option("--full/--quick", help="More models, in minutes; or fewer, in half a minute.")]
+Full = Annotated[bool, typer.Option("--full/--quick", help="More models (minutes), or fewer (half a minute).")]
 EXACT = 1e-12
 RULE_HEADS = ("rule", "drafts", "lossless", "total variation", "worst on", "accepted", "x token", "of optimum", "")
 CLAIM_HEADS = ("identity", "total variation", "worst on", "")
@@ -63,7 +63,7 @@ NOTE = (
 
 @app.callback()
 def _group() -> None:
-    """Check verification rules, our own, yours and those of other packages, and servers that run.
+    """Check verification rules (ours, yours and those of other packages) and running servers.
 
     `draftproof audit package.module:function` is short for `draftproof audit check package.module:function`.
     """
@@ -72,11 +72,11 @@ def _group() -> None:
 @app.command()
 def rules(
     *,
-    rule: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this rule; may be repeated.")] = None,
+    rule: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this rule; can be repeated.")] = None,
     full: Full = False,
     as_json: Json = False,
 ) -> None:
-    """Enumerate our own rules on adversarial toy models; exit code 1 if a distribution is not what it should be."""
+    """Enumerate our own rules on adversarial toy models; exit code 1 if a distribution is wrong."""
     from draftproof.audit.rules import audit_rules, count_lines
 
     names = rule or []
@@ -90,7 +90,7 @@ def rules(
 def compositions(
     *,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print docs/compositions.md, without an enumeration.")
+        bool, typer.Option("--markdown", help="Print docs/compositions.md instead of enumerating.")
     ] = False,
     full: Full = False,
     as_json: Json = False,
@@ -149,12 +149,12 @@ def check(
     *,
     kind: Annotated[str | None, typer.Option(help="chain or path; by default a trial call decides.")] = None,
     samples: Annotated[
-        int, typer.Option(help="Number of samples on each model, for a rule without the keyword rng.")
+        int, typer.Option(help="Number of samples per model, for a rule without the keyword rng.")
     ] = 50_000,
     alpha: Annotated[float, typer.Option(help="False-alarm rate of all tests together.")] = 0.01,
     seed: Annotated[int, typer.Option(help="Seed of the samples, and of torch's generator while the rule runs.")] = 0,
     tolerance: Annotated[
-        float, typer.Option(help="Largest total variation that passes an enumeration; 1e-6 for rules in float32.")
+        float, typer.Option(help="Largest total variation that passes an enumeration; use 1e-6 for float32 rules.")
     ] = 1e-12,
     full: Full = False,
     as_json: Json = False,
@@ -163,7 +163,7 @@ def check(
 
     The rule has the signature of token_verify (chain) or of spectr_verify (path).
     If all its randomness comes from a keyword rng, its output distribution is enumerated.
-    Without this keyword it is sampled, and the result states which differences the test detects.
+    Without this keyword it is sampled, and the result says which differences the test can detect.
 
     TARGET is imported and run: only name code that you trust.
     """
@@ -189,15 +189,15 @@ def check(
 def packages(
     *,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Only audits whose name begins so; may be repeated.")
+        list[str] | None, typer.Option(metavar="NAME", help="Only audits whose names start with NAME; can be repeated.")
     ] = None,
     full: Full = False,
     as_json: Json = False,
 ) -> None:
-    """Check the rules of other packages, as installed here; exit code 1 if one is not lossless.
+    """Check the rules of other installed packages; exit code 1 if one is not lossless.
 
-    transformers is enumerated: its rule, and the output of `generate` with each of its generators of drafts.
-    vLLM and SGLang are tested by statistics, in an environment in which they are installed.
+    transformers is enumerated: its rule, and the output of `generate` with each of its draft generators.
+    vLLM and SGLang are tested by statistics, in an environment where they are installed.
     """
     from draftproof.audit.adapters import chosen
 

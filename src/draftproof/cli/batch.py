@@ -1,4 +1,4 @@
-"""`draftproof batch`: answers the prompts of a file or an OpenAI batch file into a folder; interrupted runs go on."""
+"""`draftproof batch`: answers a file of prompts or an OpenAI batch file into a folder; interrupted runs resume."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from draftproof.cli import _output
 from draftproof.cli._download import obtain
 from draftproof.cli._engine import engine_options, load_engine, named_target
 from draftproof.cli._options import NONE, Options, with_options
-from draftproof.cli._output import Quiet, watch_for
+from draftproof.cli._output import Quiet, progress_bar
 from draftproof.cli._parts import default_draft
 from draftproof.cli._prompts import read_text
 from draftproof.cli._quiet import logged_lines, quiet_libraries
@@ -54,21 +54,23 @@ def batch(
             help="Rows with id and prompt (or messages), or an OpenAI batch file; .jsonl or .parquet.",
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder of the answers; a run that was killed goes on.")],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder for the answers. Repeat the command to continue a stopped run.")
+    ],
     form: Annotated[
-        str | None, typer.Option("--format", help=f"Of the answers: {' or '.join(FORMATS)}; without it the input's.")
+        str | None, typer.Option("--format", help=f"Of the answers: {' or '.join(FORMATS)}; default the input's.")
     ] = None,
-    rows_per_file: Annotated[int, typer.Option(help="The most rows of a file.")] = 1000,
-    save_every: Annotated[float, typer.Option(help="Seconds after which a file is written with fewer rows.")] = 60.0,
+    rows_per_file: Annotated[int, typer.Option(help="Largest number of rows in a file.")] = 1000,
+    save_every: Annotated[float, typer.Option(help="Write a file with fewer rows after this many seconds.")] = 60.0,
     chat: Annotated[
         bool | None, typer.Option(help="Apply the chat template; without this option it is applied if there is one.")
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message of the chats.")] = None,
     ray: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="A Ray cluster that answers: auto, local, HOST:PORT.")
+        str | None, typer.Option(metavar="ADDRESS", help="Run on a Ray cluster: auto, local, HOST:PORT.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Engines on the cluster; without it one for each GPU, or for each node.")
+        int | None, typer.Option(help="Number of engines on the cluster; default one per GPU, or per node.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as a JSON object.")] = False,
     quiet: Quiet = False,
@@ -77,9 +79,9 @@ def batch(
     engine: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
-    """Answer the prompts of a file, one output for each id, on this machine or on a Ray cluster.
+    """Answer a file of prompts, one output for each id, on this machine or on a Ray cluster.
 
-    The same command goes on with a run that was interrupted. A row that cannot be answered has its error as its output.
+    Repeat the command to resume an interrupted run. The output of a row that cannot be answered is its error.
     """
     _refuse_workers(ray, workers, engine["tensor_parallel"])
     target = named_target(engine) or models.DEFAULT_TARGET
@@ -103,17 +105,17 @@ def batch(
             answers = Answerer(load_engine(target, engine, quiet=quiet), options)
         else:
             answers = _on_ray(ray, engine, options, workers, rows.count)
-        summary = answer_all(rows, folder, answers, run=run_facts(), watch=watch_for(quiet=quiet))
+        summary = answer_all(rows, folder, answers, run=run_facts(), watch=progress_bar(quiet=quiet))
     _show(summary, out, as_json=as_json, quiet=quiet)
 
 
 def _refuse_workers(ray: str | None, workers: int | None, processes: int) -> None:
     if workers is not None and ray is None:
-        raise typer.BadParameter("--workers is of a Ray cluster: name it with --ray")
+        raise typer.BadParameter("--workers needs a Ray cluster: name it with --ray")
     if ray is not None and processes != 1:
         raise UserError(
-            f"--tensor-parallel is {processes}, which does not go with --ray: workers have whole models, so leave one "
-            "of them out"
+            f"--tensor-parallel: expected 1 with --ray, since workers have whole models, got {processes} (leave one of "
+            "them out)"
         )
 
 
@@ -149,10 +151,10 @@ def _show(summary: RunSummary, out: Path, *, as_json: bool, quiet: bool) -> None
         return
     words = [f"{summary.answered} of {summary.rows} rows answered in {summary.seconds:.1f} s"]
     if summary.before:
-        words.append(f"{summary.before} were there")
+        words.append(f"{summary.before} were answered before")
     words.append(f"{summary.failed} with an error")
     if found["tokens_per_second"]:
         words.append(f"{found['tokens_per_second']:.0f} tokens/s")
     if found["block_efficiency"]:
-        words.append(f"{found['block_efficiency']:.2f} tokens a target call")
+        words.append(f"{found['block_efficiency']:.2f} tokens per target call")
     _output.note(f"draftproof: {', '.join(words)}: {out}", dim=True)

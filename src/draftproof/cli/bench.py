@@ -1,4 +1,4 @@
-"""`draftproof bench`: measure compositions and other engines on the same questions, and report."""
+"""`draftproof bench`: measures compositions and other engines on the same questions, and writes reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from draftproof.cli._download import obtain
 from draftproof.cli._launch import divide
 from draftproof.cli._measurement import DATASET, NAMES, measurement
 from draftproof.cli._options import Options, with_options
-from draftproof.cli._output import Device, Plots, Quiet, drawing, note, watch_for
+from draftproof.cli._output import Device, Plots, Quiet, can_draw, note, progress_bar
 from draftproof.cli._parts import BACKEND_HELP, DRAFTER_HELP, STOPPER_HELP, VERIFIER_HELP
 from draftproof.cli._quiet import quiet_libraries
 from draftproof.results import columns
@@ -39,7 +39,7 @@ Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a lin
 TERMINAL_HEADS = ("method", "tokens/call", "tokens/s", "x plain", "x transformers")
 
 
-_LISTS = "What is compared (each option can be repeated: all combinations run)"
+_LISTS = "What is compared (options can be repeated; all combinations run)"
 _PANELS = {
     "Models": ("target", "draft", "dtype", "draft_dtype", "backend"),
     _LISTS: ("drafter", "stopper", "verifier", "temperature", "top_k", "top_p", "seed", "competitor"),
@@ -48,7 +48,7 @@ _PANELS = {
 }
 _HELP = {
     "target": f"The target: {NAMES}; without it {models.DEFAULT_TARGET}.",
-    "draft": "The draft model; without it the one of an embedded target.",
+    "draft": "The draft model; without it that of an embedded target.",
     "backend": BACKEND_HELP,
     "drafter": f"{DRAFTER_HELP} Plain decoding is always measured, too.",
     "stopper": f"{STOPPER_HELP}; without it fixed:4.",
@@ -69,7 +69,7 @@ def run_(
         ),
     ],
     profile: Annotated[
-        str | None, typer.Option(help="quick (minutes) or full (hours): values for the options that are not given.")
+        str | None, typer.Option(help="quick (minutes) or full (hours): defaults for options that are not given.")
     ] = None,
     options: Any,
     n: Annotated[
@@ -80,18 +80,18 @@ def run_(
         bool, typer.Option("--trust-remote-code", help="Run code that comes with a model.")
     ] = False,
     tensor_parallel: Annotated[
-        int, typer.Option(help="Processes that share the target, each with a device or a part of the cores.")
+        int, typer.Option(help="Number of processes that share the target, each with a device or a share of the cores.")
     ] = 1,
     warmup: Annotated[
-        int, typer.Option(help="Answers of each method that are discarded first.", rich_help_panel="Timing")
+        int, typer.Option(help="Number of first answers of each method to discard.", rich_help_panel="Timing")
     ] = 1,
     plots: Plots = True,
     as_json: Lines = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure compositions in turns; write records.jsonl, provenance.json, report.md, figures.json and pictures.
+    """Measure compositions in turns; write records.jsonl, provenance.json, report.md, figures.json and plots.
 
-    Without options the pair of models inside the package is measured on openings of children's stories.
+    Without options, the pair of models in the package is measured on the openings of children's stories.
     """
     lengths = tuple(f"fixed:{length}" for length in n or ())
     chosen = BenchOptions(**{**options, "stopper": (*(options.get("stopper") or ()), *lengths) or None})
@@ -100,7 +100,7 @@ def run_(
     with quiet_libraries():
         obtain(chosen.target, chosen.draft, quiet=quiet)
         cache = ModelCache(device=device, trust_remote_code=trust_remote_code, tensor_parallel=tensor_parallel)
-        watch = watch_for(quiet=quiet)
+        watch = progress_bar(quiet=quiet)
         made = plan(chosen, out, cache, profile=profile, watch=watch)
         notes = [*made.notes, *([f"the target is divided among {cache.processes} processes"] * (cache.processes > 1))]
         if not quiet:
@@ -114,12 +114,12 @@ def run_(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run, finished or not.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a finished or unfinished run.")],
     *,
     plots: Plots = True,
     as_json: Lines = False,
 ) -> None:
-    """Write report.md, figures.json and the pictures of a run again, from its records."""
+    """Rewrite report.md, figures.json and the plots of a run from its records."""
     _finish(folder, as_json=as_json, plots=plots)
 
 
@@ -141,9 +141,9 @@ app.command("engines")(
     measurement(
         EngineComparison,
         compare_engines,
-        """Compare tokens a second with another engine that runs in a process of its own, in turns on the same prompts.
+        """Compare tokens per second with another engine in a separate process, in turns on the same prompts.
 
-        The other engine may be installed in an environment of its own: name its Python with --python.
+        The other engine may be installed in its own environment: name its Python with --python.
         """,
         defaults=_TARGET,
         metavars={"python": "FILE", "model": "PATH"},
@@ -167,7 +167,7 @@ app.command("stoppers")(
     measurement(
         StopperComparison,
         compare_stoppers,
-        "Compare stoppers with fixed draft lengths: discarded tokens and target calls per token, and what they cost.",
+        "Compare stoppers with fixed draft lengths: discarded tokens and target calls per token, and their cost.",
         names={"seeds": None},
         texts={"stoppers": f"{STOPPER_HELP}; without it a range of all kinds"},
         draw=draw,
@@ -177,7 +177,7 @@ app.command("stoppers")(
 
 def _finish(out: Path, *, as_json: bool, plots: bool) -> None:
     """Write the report, and print its figures and its path."""
-    found = write_report(out, plots=drawing(plots=plots))
+    found = write_report(out, plots=can_draw(plots=plots))
     if as_json:
         for one in found:
             typer.echo(json.dumps(one.to_dict()))

@@ -1,4 +1,4 @@
-"""`draftproof chat`: a conversation on the terminal and how it is shown; elsewhere a message on stdin is answered."""
+"""`draftproof chat`: a conversation in the terminal; without a terminal, it answers one message from stdin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.console import Console
 from draftproof import models
 from draftproof.cli import _output
 from draftproof.cli._chat_commands import completions, is_open, take
-from draftproof.cli._compare import inherited
+from draftproof.cli._compare import sampling_note
 from draftproof.cli._conversation import Conversation, Event, Notice
 from draftproof.cli._engine import engine_options, load_engine, named_target
 from draftproof.cli._prompts import gather, one_argument, read_text
@@ -30,7 +30,7 @@ from draftproof.finish import TextDecoder
 
 app = typer.Typer(add_completion=False)
 _COLOURS = {Origin.DRAFTER: "green", Origin.LOOKUP: "cyan", Origin.PREDICTION: "magenta", Origin.GRAMMAR: "yellow"}
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model's text shall not move the cursor, or worse
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model's text must not move the cursor, or worse
 _AGAIN = "Ctrl-D or /exit leaves"
 
 
@@ -39,23 +39,21 @@ _AGAIN = "Ctrl-D or /exit leaves"
 @engine_options
 def chat(
     message: Annotated[
-        list[str] | None, typer.Argument(metavar="[MESSAGE]", help="The first message; - or no terminal reads stdin.")
+        list[str] | None, typer.Argument(metavar="[MESSAGE]", help="The first message; - reads stdin.")
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A file with a chat template, in place of the model's.")
+        Path | None, typer.Option(metavar="FILE", help="A file with a chat template that replaces the model's.")
     ] = None,
-    show_drafts: Annotated[
-        bool, typer.Option("--show-drafts", help="Colour tokens that were drafted, by where they came from.")
-    ] = False,
+    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour drafted tokens by their source.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Leave out the line after each answer.")] = False,
     *,
     engine: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
-    """Talk with a model.
+    """Chat with a model.
 
-    Ctrl-C stops an answer, /help lists the commands. Where stdin is no terminal, one message is answered.
+    Ctrl-C stops an answer, /help lists the commands. If stdin is not a terminal, one message is answered.
     """
     first, here = one_argument(message, "MESSAGE"), sys.stdin is not None and sys.stdin.isatty()
     if first is not None or not here:
@@ -67,7 +65,7 @@ def chat(
             loaded.prompts.use_template(template)
         conversation = Conversation(loaded, sampling, system=system)
         screen = Screen(conversation, show_drafts=show_drafts, quiet=quiet)
-        if (line := inherited(conversation.params, sampling)) and not quiet:
+        if (line := sampling_note(conversation.params, sampling)) and not quiet:
             _output.note(line, dim=True)
         if here:
             converse(conversation, screen, first, quiet=quiet)
@@ -77,7 +75,7 @@ def chat(
 
 
 class Screen:
-    """Shows what comes of a conversation: answers on stdout, all else on stderr."""
+    """Shows the events of a conversation: answers on stdout, everything else on stderr."""
 
     def __init__(self, conversation: Conversation, *, show_drafts: bool, quiet: bool) -> None:
         self._conversation = conversation
@@ -89,7 +87,7 @@ class Screen:
         self._reasons = False
 
     def show(self, events: Iterable[Event]) -> None:
-        """Show events as they come; what is left unfinished by an error ends its line."""
+        """Show events as they come; after an error, end an unfinished line."""
         try:
             for event in events:
                 self._show(event)
@@ -110,7 +108,7 @@ class Screen:
             _output.note(status(event.request), dim=True)
 
     def _write(self, chunk: Chunk) -> None:
-        """Write a piece of an answer: the one place where its text goes to the terminal."""
+        """Write a piece of an answer; all its text goes to the terminal here."""
         if chunk.reasoning:
             self._console.out(self._safe(chunk.reasoning), style="dim", end="")
             self._reasons = self._within_line = True
@@ -138,9 +136,9 @@ class Screen:
 
 
 class DraftedText:
-    """Divides the text of an answer into what was drafted and what the target added.
+    """Divides the text of an answer into drafted text and text that the target added.
 
-    Text is held back where later tokens may change it, so a chunk may have text of tokens of an earlier one.
+    Text that later tokens may change is held back, so a chunk may have text of tokens from an earlier one.
     """
 
     def __init__(self, conversation: Conversation) -> None:
@@ -149,7 +147,7 @@ class DraftedText:
         self._ahead: list[tuple[int, bool]] = []  # number of characters, whether they were drafted
 
     def split(self, chunk: Chunk) -> list[tuple[str, bool]]:
-        """The text of a chunk in pieces, each with whether it was drafted."""
+        """The text of a chunk as pieces, each with whether it was drafted."""
         for at, token in enumerate(chunk.token_ids):
             if at >= chunk.reasoning_tokens:
                 self._ahead.append((len(self._decoder.push(token)), at < chunk.accepted))
@@ -164,7 +162,7 @@ class DraftedText:
 
 
 def status(request: Request) -> str:
-    """One line about an answer: its speed, and what of its prompt had been read before."""
+    """One line about an answer: its speed, and how many tokens of its prompt were reused."""
     stats = request.stats
     parts = [
         f"{stats.num_tokens} tokens",
@@ -177,7 +175,7 @@ def status(request: Request) -> str:
 
 
 def converse(conversation: Conversation, screen: Screen, first: str | None, *, quiet: bool) -> None:
-    """Read messages and commands from the terminal until the user leaves; the message `first` is answered at once."""
+    """Read messages and commands from the terminal until the user leaves; `first` is answered at once."""
     from draftproof.cli._chat_input import LineReader  # prompt_toolkit is needed on terminals only
 
     read = LineReader(is_open, completions)
@@ -202,7 +200,7 @@ def converse(conversation: Conversation, screen: Screen, first: str | None, *, q
 
 
 def _do(conversation: Conversation, screen: Screen, events: Iterator[Event]) -> None:
-    """Show what comes of an entry; an error is one line, and Ctrl-C stops an answer."""
+    """Show the events of an entry; an error is one line, and Ctrl-C stops an answer."""
     try:
         with _on_interrupt(conversation.stop):
             screen.show(events)
@@ -212,7 +210,7 @@ def _do(conversation: Conversation, screen: Screen, events: Iterator[Event]) -> 
 
 @contextmanager
 def _on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C within the block calls `stop`, a second one ends the program as usual."""
+    """The first Ctrl-C within the block calls `stop`; a second one ends the program as usual."""
 
     def once(*_: object) -> None:
         signal.signal(signal.SIGINT, before)

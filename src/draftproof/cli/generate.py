@@ -1,4 +1,4 @@
-"""`draftproof generate`: prompts decoded and printed, failures of single ones, the summary, the comparison."""
+"""`draftproof generate`: decodes and prints prompts, reports failed ones, and prints a summary and a comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from draftproof.cli import _output
-from draftproof.cli._compare import compare, comparison, inherited, summary
+from draftproof.cli._compare import compare, comparison, sampling_note, summary
 from draftproof.cli._download import first_target
 from draftproof.cli._engine import engine_options, load_engine, named_target
 from draftproof.cli._prompts import PromptText, gather, one_argument, read_text
@@ -35,17 +35,17 @@ def generate(
         list[str] | None, typer.Argument(metavar="[PROMPT]", help="Text to continue; - or nothing reads stdin.")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Many prompts: one a line, or in .jsonl one object a line.")
+        Path | None, typer.Option(metavar="FILE", help="Many prompts: one per line, or in .jsonl one object per line.")
     ] = None,
     chat: Annotated[
         bool | None, typer.Option(help="Apply the chat template; without this option it is applied if there is one.")
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message of the chat.")] = None,
     prediction: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A text that much of the answer may repeat: it is drafted from.")
+        Path | None, typer.Option(metavar="FILE", help="A text that the answer may repeat; drafts are taken from it.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a line for each continuation.")
+        bool, typer.Option("--json", help="Print one JSON object per line for each continuation.")
     ] = False,
     with_plain: Annotated[
         bool, typer.Option("--compare", help="Also time plain decoding, in turns, and print the speed-up.")
@@ -55,22 +55,22 @@ def generate(
     engine: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
-    """Continue a prompt, fast, and say what speculation gained.
+    """Continue a prompt, fast, and report what speculation gained.
 
-    The text goes to stdout as it is made, one summary line to stderr.
-    Without a target, smollm2-135m is downloaded at the first use, or a tiny model of the package takes its place.
+    The text goes to stdout as it is generated, and one summary line to stderr.
+    Without a target, smollm2-135m is downloaded at the first use; if that fails, a tiny model of the package is used.
     """
     given = one_argument(prompt, "PROMPT")
     if chat is False and system is not None:
         raise typer.BadParameter("--system needs the chat template: leave out --no-chat")
     predicted = read_text(prediction)
     sources = gather(given, prompts)
-    sequences = max(len(sources) * sampling["n"], 1)  # a larger batch would not be used
+    sequences = max(len(sources) * sampling["n"], 1)  # a larger batch would stay empty
     with quiet_libraries(), logged_lines(quiet=quiet):
         target = named_target(engine) or first_target(quiet=quiet)
         loaded = load_engine(target, engine | {"max_batch": min(engine["max_batch"], sequences)}, quiet=quiet)
         if with_plain and loaded.drafter.name == "none":
-            raise typer.BadParameter("--compare needs a drafter, and none is in effect: name one with --draft")
+            raise typer.BadParameter("--compare needs a drafter, but none is in effect: name one with --drafter")
         params = merged_params(sampling, loaded.default_params)
         inputs, notice = as_inputs(loaded, sources, chat=chat, system=system)
         if notice and not quiet and not as_json:
@@ -89,7 +89,7 @@ def generate(
 
 @dataclass(frozen=True)
 class PromptInput:
-    """A prompt as the engine takes it, and where it stood."""
+    """A prompt for the engine, and its place in the input."""
 
     prompt: Prompt
     where: str
@@ -97,7 +97,7 @@ class PromptInput:
 
 @dataclass(frozen=True)
 class Failure:
-    """A continuation of a prompt that could not be finished; token ids have no text."""
+    """A failed continuation; `prompt` is None for token ids."""
 
     prompt: str | None
     index: int
@@ -111,7 +111,7 @@ class Failure:
 def as_inputs(
     engine: Engine, sources: Sequence[PromptText], *, chat: bool | None, system: str | None
 ) -> tuple[list[PromptInput], str]:
-    """The prompts for the engine, and a notice where the chat template is applied although no option says so."""
+    """The prompts for the engine, and a notice if the chat template is applied by default."""
     applied = system is not None or (engine.prompts.has_template if chat is None else chat)
     if not applied:
         return [PromptInput(source.text, source.where) for source in sources], ""
@@ -125,7 +125,7 @@ def as_inputs(
 
 @dataclass(frozen=True)
 class GenerateRun:
-    """One call of the command, after everything is loaded: decode, print, compare."""
+    """A run of the command after everything is loaded: decode, print, compare."""
 
     engine: Engine
     inputs: Sequence[PromptInput]
@@ -137,7 +137,7 @@ class GenerateRun:
     prediction: str | None = None
 
     def __call__(self) -> None:
-        """Print results on stdout, then summary and comparison on stderr; exit code 1 where a request failed."""
+        """Print results to stdout, then summary and comparison to stderr; exit code 1 if a request failed."""
         start = time.perf_counter()
         single = len(self.inputs) == 1 and self.params.n == 1
         results = [self.stream()] if single and not self.as_json else self.collect()
@@ -145,7 +145,7 @@ class GenerateRun:
         seconds = outputs[0].stats.seconds.total if single and outputs else time.perf_counter() - start
         if outputs and not self.quiet and not self.as_json:
             _output.note(summary(outputs, seconds), dim=True)
-            if line := inherited(self.params, self.given):
+            if line := sampling_note(self.params, self.given):
                 _output.note(line, dim=True)
         if self.with_plain:
             self.show_comparison(results)
@@ -153,14 +153,14 @@ class GenerateRun:
             raise typer.Exit(1)
 
     def stream(self) -> Output:
-        """Print the text of the one continuation as it is made; what the model reasons before it goes to stderr."""
+        """Print the text of the only continuation as it is generated; reasoning goes to stderr."""
         output, reasons = None, False
         for chunk in self.engine.stream(self.inputs[0].prompt, self.params, prediction=self.prediction):
             if chunk.reasoning and not self.quiet:
-                _output.write_aside(chunk.reasoning)
+                _output.write_dim(chunk.reasoning)
                 reasons = True
             if chunk.text and reasons:
-                _output.write_aside("\n\n")
+                _output.write_dim("\n\n")
                 reasons = False
             _output.write(chunk.text)
             output = chunk.output
@@ -169,7 +169,7 @@ class GenerateRun:
         return output
 
     def collect(self) -> list[Output | Failure]:
-        """Decode everything and print what is finished, in order; with --compare JSON waits for the comparison."""
+        """Decode everything, and print finished results in order; with --compare, JSON waits for the comparison."""
         results = []
         with _output.progress(len(self.inputs) * self.params.n) as (write, advance):
             for result in self.decode():
@@ -179,14 +179,14 @@ class GenerateRun:
                 if self.as_json and self.with_plain:
                     continue
                 if isinstance(result, Output) or self.as_json:
-                    write(self.shown(result, place))
+                    write(self.render(result, place))
                 if isinstance(result, Failure):
                     where = self.inputs[place // self.params.n].where or self.title(result, place)
                     _output.note(f"draftproof: error: {where}: {result.error}")
         return results
 
     def decode(self) -> Iterator[Output | Failure]:
-        """Every continuation, in order, as soon as it is finished; nothing is decoded when a prompt cannot be."""
+        """Yield every continuation in order when it is finished; if a prompt is invalid, nothing is decoded."""
         requests: list[Request] = []
         try:
             for each in self.inputs:
@@ -209,24 +209,24 @@ class GenerateRun:
         except ValueError as error:
             raise UserError(f"{each.where}: {error}" if each.where else str(error)) from error
 
-    def shown(self, result: Output | Failure, place: int, comparison: Mapping[str, Any] | None = None) -> str:
-        """A result as it is printed on stdout: a line of JSON, or the text under a line that numbers it."""
+    def render(self, result: Output | Failure, place: int, comparison: Mapping[str, Any] | None = None) -> str:
+        """A result for stdout: a line of JSON, or the text under a numbered title."""
         if isinstance(result, Output) and not self.as_json:
             return f"=== {self.title(result, place)} ===\n{result.text}\n"
-        made = result.to_dict() | ({} if comparison is None else {"compare": comparison})
+        values = result.to_dict() | ({} if comparison is None else {"compare": comparison})
         if self.engine.plain_because:
-            made["plain_because"] = self.engine.plain_because
+            values["plain_because"] = self.engine.plain_because
         if self.engine.rounding:
-            made["rounding"] = self.engine.rounding
-        return json.dumps(made) + "\n"  # in ASCII: some readers also end lines at U+2028, and some pipes are not UTF-8
+            values["rounding"] = self.engine.rounding
+        return json.dumps(values) + "\n"  # in ASCII: some readers split lines at U+2028, and some pipes are not UTF-8
 
     def title(self, result: Output | Failure, place: int) -> str:
-        """The number of a result's prompt, and which of its continuations it is."""
+        """The title of a result: the number of its prompt, and of its continuation."""
         number = place // self.params.n + 1
         return f"prompt {number}" if self.params.n == 1 else f"prompt {number}, continuation {result.index + 1}"
 
     def show_comparison(self, results: Sequence[Output | Failure]) -> None:
-        """Measure against plain decoding with the same seeds, and print it; prompts that failed are left out."""
+        """Measure against plain decoding with the same seeds, and print the result; failed prompts are left out."""
         n = self.params.n
         groups = [results[place : place + n] for place in range(0, len(results), n)]
         whole = [place for place, group in enumerate(groups) if all(isinstance(each, Output) for each in group)]
@@ -237,7 +237,7 @@ class GenerateRun:
         if self.as_json:
             values = None if found is None else found.to_dict()
             for place, result in enumerate(results):
-                _output.write(self.shown(result, place, values if place // n in whole else None))
+                _output.write(self.render(result, place, values if place // n in whole else None))
         elif found is not None:
             for line in comparison(found):
                 _output.note(line)

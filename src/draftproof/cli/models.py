@@ -1,4 +1,4 @@
-"""`draftproof models`: list and fetch the models that have names, print their directories, and cut shallower copies."""
+"""`draftproof models`: lists and fetches registered models, prints their directories, and cuts shallower copies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from draftproof.cli._download import obtain, shown_pull
+from draftproof.cli._download import obtain, pull_progress
 from draftproof.cli._output import note
 from draftproof.cli._quiet import quiet_libraries
 from draftproof.errors import UserError
@@ -26,11 +26,11 @@ Name = Annotated[str, typer.Argument(help="A name that `draftproof models list` 
 def list_models(
     *,
     found: Annotated[
-        bool, typer.Option("--found", help="Show the .gguf files that Ollama, LM Studio and the hub's cache hold here.")
+        bool, typer.Option("--found", help="Show the .gguf files of Ollama, LM Studio and the hub's cache.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the models that have names, and which of them are on this machine."""
+    """Show the registered models, and which of them are on this machine."""
     from draftproof import models
 
     if found:
@@ -48,10 +48,10 @@ def list_models(
 
 @app.command()
 def pull(name: Name, *, as_json: Json = False) -> None:
-    """Fetch and convert a model, unless it is here already, and print its directory."""
+    """Fetch and convert a model, unless it is already on this machine, and print its directory."""
     from draftproof import models
 
-    with quiet_libraries(), shown_pull() as (report, progress):
+    with quiet_libraries(), pull_progress() as (report, progress):
         where = models.pull(name, report=report, progress=progress)
     _print_place(name, str(where), as_json=as_json)
 
@@ -62,7 +62,7 @@ def path(name: Name, *, as_json: Json = False) -> None:
     from draftproof import models
 
     if name not in models.EMBEDDED and name not in models.REGISTRY:
-        raise UserError(f"no model {name!r}: expected one of {', '.join([*models.EMBEDDED, *models.REGISTRY])}")
+        raise UserError(f"name: expected one of {', '.join([*models.EMBEDDED, *models.REGISTRY])}, got {name!r}")
     _print_place(name, models.resolve(name), as_json=as_json)
 
 
@@ -71,14 +71,14 @@ def match(
     target: Annotated[str, typer.Argument(help="The target: registered name, hub id, directory or .gguf file.")],
     *,
     folder: Annotated[
-        list[Path] | None, typer.Option("--in", metavar="DIR", help="Also search this directory; repeat for several.")
+        list[Path] | None, typer.Option("--in", metavar="DIR", help="Also search this directory; can be repeated.")
     ] = None,
     accepted: Annotated[
-        float, typer.Option(help="Share of drafted tokens that are accepted after an accepted one, for the gain.")
+        float, typer.Option(help="Assumed acceptance rate of a drafted token after an accepted one, for the gain.")
     ] = 0.7,
     as_json: Json = False,
 ) -> None:
-    """Show which models on this disk can draft for a target, and what that gains by the bytes that they read."""
+    """Show which models on this disk can draft for a target, and the estimated gain by the bytes that they read."""
     if not 0 < accepted < 1:
         raise UserError(f"accepted: expected a number between 0 and 1, got {accepted}")
     from draftproof.backends.loading.load import load
@@ -99,22 +99,22 @@ def match(
     for each in found:
         gain, length = each.gain(accepted)
         fits = (
-            f"{each.nbytes / 1e9:.2f} GB for a token, {each.share:.2f} of the target's; {gain:.2f} times as fast with "
+            f"{each.nbytes / 1e9:.2f} GB per token, {each.share:.2f} of the target's; {gain:.2f} times as fast with "
             f"{length} drafted"
         )
         if each.shared is not None:
             fits += f"; other vocabulary: {100 * each.shared:.0f}% shared"
-        name = "its own prediction layer (--drafter mtp; auto takes it)" if each is own else each.name
+        name = "its own prediction layer (--drafter mtp; auto uses it)" if each is own else each.name
         typer.echo(f"{name}  {fits if not each.why_not else f'no: {each.why_not}'}")
     if not found:
-        note(f"no other models here; search further with --in DIR, or look for a small model of the family of {target}")
+        note(f"no models found: search more folders with --in DIR, or look for a small model of {target}'s family")
 
 
 @app.command()
 def derive(
     source: Annotated[str, typer.Argument(help="A model's name or directory.")],
     *,
-    keep_layers: Annotated[str, typer.Option(metavar="RANGES", help="Layers to keep, from 0, as in 0-11,18-29.")],
+    keep_layers: Annotated[str, typer.Option(metavar="RANGES", help="Layers to keep, from 0, for example 0-11,18-29.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write; it must not exist.")],
     as_json: Json = False,
 ) -> None:
@@ -154,7 +154,7 @@ def _print_found(*, as_json: bool) -> None:
     for each in () if as_json else files:
         typer.echo(f"{each.name}  ({each.keeper}, {each.nbytes / 1e9:.2f} GB)")
     if not files and not as_json:
-        note("no .gguf files in the folders of Ollama and LM Studio and in the hub's cache")
+        note("no .gguf files found in the folders of Ollama and LM Studio or in the hub's cache")
 
 
 def _print_place(name: str, where: str, *, as_json: bool) -> None:

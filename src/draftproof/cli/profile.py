@@ -1,4 +1,4 @@
-"""`draftproof profile`: what a composition costs on this machine, measured by running it."""
+"""`draftproof profile`: measures what a composition costs on this machine by running it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ app = typer.Typer(
 )
 
 
-_OWN_DRAFT = "The draft model; without it an embedded target's, or none for others."
+_OWN_DRAFT = "The draft model; without it that of an embedded target, and none for other targets."
 _OWN_RULE = f"{VERIFIER_HELP}; without it the drafter's default."
 
 
@@ -51,7 +51,7 @@ app.command("round")(
     measurement(
         RoundOptions,
         measure_round,
-        "Measure where the time of a round goes (drafting, target, verifying), beside the least that it could take.",
+        "Measure where the time of a round goes (drafting, target, verifying), beside the limits of the hardware.",
         defaults={"target": models.DEFAULT_TARGET, "draft": None},
         texts={
             "draft": _OWN_DRAFT,
@@ -82,7 +82,7 @@ app.command("divergence")(
     measurement(
         DivergenceOptions,
         measure_divergence,
-        "Measure how far a model with rounded weights or inputs is from the model itself, or two models are apart.",
-        texts={"against": "What it is compared with; without it the same model as it is, with inputs in floats."},
+        "Measure the divergence between a model with rounded weights or inputs and the model itself, or of two models.",
+        texts={"against": "The model to compare with; default the same model with its own weights and float inputs."},
     )
 )

@@ -1,4 +1,4 @@
-"""`draftproof reproduce`: the papers' tables and figures, measured on the pairs of models at hand."""
+"""`draftproof reproduce`: the papers' tables and figures, measured on the available pairs of models."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def reproduce(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[RECIPE]...", help="Names of recipes (--list); without one all.")
+        list[str] | None, typer.Argument(metavar="[RECIPE]...", help="Names of recipes (see --list); default all.")
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Folder for report, pictures and records. Repeat the command to continue a stopped run."
+            metavar="DIR", help="Folder for report, plots and records. Repeat the command to continue a stopped run."
         ),
     ] = None,
-    profile: Annotated[str, typer.Option(help="How much is measured: quick (minutes) or full (hours).")] = "quick",
+    profile: Annotated[str, typer.Option(help="How much to measure: quick (minutes) or full (hours).")] = "quick",
     as_json: Annotated[bool, typer.Option("--json", help="Print outcomes as JSON.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="List the recipes and exit.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Reproduce tables and figures of the papers on the models at hand, and show the papers' numbers beside ours.
+    """Reproduce tables and figures of the papers on the available models, and show the papers' numbers beside ours.
 
     A recipe is one table or figure; --list names them all. The papers' claims are judged by intervals: they hold, are
     not distinguishable, or are violated. A finished recipe is not measured again in the same folder.
@@ -46,7 +46,7 @@ def reproduce(
     from draftproof.reproduction.experiments import ignore
 
     if out is None:
-        raise UserError("no folder for the report: name one with --out")
+        raise UserError("--out: expected a folder for the report, got none")
     refuse_unknown("profile", profile, recipes.PROFILES)
     with quiet_libraries():
         made = recipes.reproduce(names or [], out, recipes.PROFILES[profile], notify=ignore if quiet else _progress)
@@ -77,7 +77,7 @@ def _list(*, as_json: bool) -> None:
 
 
 def _line(made: Json) -> str:
-    """The marks of a recipe, and those claims that must hold and do not."""
+    """The marks of a recipe, and the claims that must hold but do not."""
     cells, claims = made["cells"], made["claims"]
     marks = [sum(cell["mark"] == mark for cell in cells) for mark in ("reproduced", "direction only", "not reproduced")]
     held = sum(claim["verdict"] == "holds" for claim in claims)

@@ -31,16 +31,16 @@ def serve(
         str | None,
         typer.Option(
             metavar="CLIENT",
-            help=f"Print how a client is pointed at this server, and end: {', '.join(CLIENTS)}. A server that runs at "
-            "--host and --port says its model and limits.",
+            help=f"Print the configuration of a client for this server, and exit: {', '.join(CLIENTS)}. Model and "
+            "limits are those of the server that runs at --host and --port, if there is one.",
             rich_help_panel="Server",
         ),
     ] = None,
 ) -> None:
-    """Serve a model by OpenAI's API (chat completions, completions, responses) and Anthropic's (messages).
+    """Serve a model with OpenAI's API (chat completions, completions, responses) and Anthropic's (messages).
 
-    Only this machine reaches it, unless --host says otherwise. Ctrl-C or SIGTERM ends it when running requests are
-    answered. Without --target it serves a tiny model that ships with draftproof, for trying it.
+    The server listens on localhost only, unless --host is given. Ctrl-C or SIGTERM stops it when running requests are
+    answered. Without --target it serves a tiny model that ships with draftproof, to try it out.
     """
     if print_config is not None:
         _print_config(print_config, Settings(**server), named_target(engine) or models.DEFAULT_TARGET)
@@ -64,25 +64,25 @@ def serve(
         start_logging(as_json=settings.json_logs)
         if str(engine["drafter"]).startswith("suffix") and not (keys or settings.share_between_clients):
             _output.note(
-                "draftproof: without API keys, suffix drafts from a request's own tokens only, so that clients do not "
-                "read each other's texts out of drafts; --share-between-clients lets it learn from all of them"
+                "draftproof: without API keys, suffix drafts from a request's own tokens only, so that drafts do not "
+                "reveal other clients' texts; --share-between-clients lets it draft from all requests"
             )
-        said = f"draftproof: serving {answering.model} at {address(listener)}/v1"
-        serve_app(made, listener, settings, lambda: _output.note(said))
+        line = f"draftproof: serving {answering.model} at {address(listener)}/v1"
+        serve_app(made, listener, settings, lambda: _output.note(line))
     finally:
         listener.close()
 
 
 def _print_config(client: str, settings: Settings, target: str) -> None:
-    """Print how a client is pointed at a server, be it one that does not run yet."""
+    """Print the configuration of a client for a server, which need not be running yet."""
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::", "") else settings.host  # noqa: S104 - all addresses
     url = f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
     found = ask_server(url)
     if found is None:
         found = assumed_server(url, served_name(target, settings.served_model_name), settings.max_tokens_limit)
         _output.note(
-            f"draftproof: no server answers at {url}: the model's name is that of --target, and a context of "
-            f"{found.context} tokens is assumed"
+            f"draftproof: no server answers at {url}: using the name of --target and an assumed context of "
+            f"{found.context} tokens"
         )
     where, content = client_config(client, found)
     _output.note(f"# {where}")

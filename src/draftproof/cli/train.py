@@ -1,4 +1,4 @@
-"""`draftproof train`: drafters, and heads that end drafts, from any texts or prompts."""
+"""`draftproof train`: trains drafters, and heads that end drafts, on any texts or prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from draftproof.cli._download import obtain
 from draftproof.cli._measurement import NAMES, measurement
 from draftproof.cli._options import Options, with_options
-from draftproof.cli._output import Json, Quiet, watch_for
+from draftproof.cli._output import Json, Quiet, progress_bar
 from draftproof.cli._parts import HEADED
 from draftproof.cli._quiet import quiet_libraries
 from draftproof.sampling import SamplingParams
@@ -45,10 +45,10 @@ _Job = TypeVar("_Job", DrafterJob, FeatureJob, HeadJob)
 def run(
     make: Callable[[_Job, Any], dict[str, Any]], job: _Job, models: Sequence[str | None], *, as_json: bool, quiet: bool
 ) -> None:
-    """Run a job, which reads models of these names, and print its figures and the path of its directory."""
+    """Run a job that reads these models, and print its figures and the path of its directory."""
     with quiet_libraries():
         obtain(*models, quiet=quiet)
-        summary = make(job, watch_for(quiet=quiet))
+        summary = make(job, progress_bar(quiet=quiet))
     if as_json:
         typer.echo(json.dumps({"path": str(job.out), **summary}))
         return
@@ -110,9 +110,9 @@ def drafter(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a Llama model: from scratch on text, or with --distil as a draft model for a target."""
+    """Train a Llama model from scratch on text, or with --distil as a draft model for a target."""
     if imitation["target"] is None and imitation["policy"] != "text":
-        raise typer.BadParameter("--on-policy needs a target to imitate: name one with --distil")
+        raise typer.BadParameter("--on-policy needs a target to imitate: name it with --distil")
     plan["warmup"] = min(plan["warmup"], plan["steps"] // 10)
     made = DrafterJob(
         texts=Texts(**texts),

@@ -1,1 +1,1 @@
-"""Drafters make the drafted tokens, each with the distribution it was drawn from."""
+"""Drafters propose tokens, each with the distribution that it was drawn from."""

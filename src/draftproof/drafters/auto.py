@@ -1,10 +1,9 @@
-"""The drafter `auto`: in every round the one of several drafters with the most tokens per second, or none.
+"""The drafter `auto`: in every round, the drafter with the most expected tokens per second, or none.
 
-Sources are what is at hand for a target: a named draft model, a feature head that ships for it, the target itself with
-quantized weights. Beside them, a lookup continues passages that repeat the request's own text, and chains that a source
-has drafted. The choice depends on what is committed and on the time of earlier rounds, and is made before anything of
-the round is drawn; a chain is extended by what is known to follow the tokens so far. Every lossless rule stays
-lossless.
+Its sources are the drafters that a target has: a named draft model, a feature head that ships for it, the target itself
+with quantized weights. In addition, a lookup continues passages that repeat the request's own text, and extends chains
+of a source. The choice depends on committed tokens and on the time of earlier rounds, and is made before anything of
+the round is drawn; an extension depends only on the tokens before it. So every lossless rule stays lossless.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from draftproof.drafters.base import DraftRequest, PreparedDrafter, SessionDraft
 from draftproof.drafters.extended import LEAST, extended
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import point_chain, with_probabilities
-from draftproof.drafters.suffix import Found, SuffixDrafter
+from draftproof.drafters.suffix import SuffixDrafter, SuffixMatch
 from draftproof.errors import reason
 from draftproof.rng import RoundRng
 from draftproof.stoppers.auto import CACHE_SIZE, CATCH_UP, GAIN, Auto, DraftPlan, tokens_by_length
@@ -37,12 +36,12 @@ from draftproof.theory.cost import RoundCosts
 
 _log = logging.getLogger(__name__)
 
-BUILD_SHARE = 0.5  # time for building a source beside one request, as a share of the last round
-TOGETHER = 8  # requests for whom every round is worth a choice; with more, not every plain round is
-LOOKUP_KEY = "lookup"  # of its figures in a file
+BUILD_SHARE = 0.5  # time for building a source while one request runs, as a share of the last round
+TOGETHER = 8  # largest batch in which every round makes a choice; larger ones skip some plain rounds
+LOOKUP_KEY = "lookup"  # key of its figures in a file
 LOOKUP = 16  # longest draft of a lookup, and longest suffix that it looks for
-TRIED = 4  # tokens of a lookup that is tried again, and of the match that it needs
-LOOKUP_PAUSE = 32  # rounds after which a long match is tried again, though such drafts were not accepted
+TRIED = 4  # length of a retried lookup, and of the match that it needs
+LOOKUP_PAUSE = 32  # rounds after which a long match is retried, even if such drafts were not accepted
 LOOKUP_PATIENCE = 4  # largest factor of that pause, after repeated failure
 PREDICTED, FORCED = 64, 128  # added to the class of a match in a predicted text, and of tokens that a grammar forces
 _CLASSES = {Origin.LOOKUP: 0, Origin.PREDICTION: PREDICTED, Origin.GRAMMAR: FORCED}
@@ -62,9 +61,9 @@ LOOKUP_RATES = {  # assumed, by length of the match
 
 
 class CandidateDrafter:
-    """A drafter among which `AutoDrafter` chooses; it may have to be built first.
+    """A source of `AutoDrafter`; it may have to be built first.
 
-    `steps` gives None after each step of building, and at last the drafter.
+    `steps` yields None after each step of building, and finally the drafter.
     """
 
     def __init__(self, name: str, stopper: Auto, steps: Iterator[ModelDrafter | None]) -> None:
@@ -76,40 +75,40 @@ class CandidateDrafter:
         self._steps = steps
 
     def build(self, end: float) -> bool:
-        """Go on building, by at least one step, until the clock shows `end`; whether there is nothing left to do."""
+        """Build until the time `end`, but at least one step; returns whether building has finished."""
         while self.drafter is None and not self.failed:
             try:
                 self.drafter = next(self._steps)
             except (MemoryError, OSError, RuntimeError, ValueError) as error:
                 self.failed = True
-                _log.warning("drafter %s cannot be made (%s): decoding goes on without it", self.name, reason(error))
+                _log.warning("drafter %s cannot be used (%s): decoding continues without it", self.name, reason(error))
             if time.perf_counter() >= end:
                 break
         return self.drafter is not None or self.failed
 
 
-def _kind(found: Found) -> int:
-    """The class of a match, for its rates."""
+def _kind(found: SuffixMatch) -> int:
+    """The class of a match, by which its acceptance rates are counted."""
     return min(size_class(found.matched), LOOKUP) + _CLASSES[found.origin]
 
 
 @dataclass
 class _Choice:
-    """What is drafted in a round: what was looked up, by request, and for the others what the source drafts.
+    """The drafts of a round: lookups, by request, and the source's drafts for the other requests.
 
-    Without a source nobody else drafts. The plan is the source's.
+    Without a source the other requests have no draft. The plan is the source's.
     """
 
     source: CandidateDrafter | None = None
     plan: DraftPlan = field(default_factory=DraftPlan)
-    looked: dict[int, Found] = field(default_factory=dict)
+    lookups: dict[int, SuffixMatch] = field(default_factory=dict)
 
 
 class AutoDrafter(SessionDrafter, PreparedDrafter):
-    """Chooses in every round among drafters from models, a lookup for passages that repeat, and nothing.
+    """Chooses in every round among drafters from models, a lookup of repeated passages, and no draft.
 
-    The stoppers of all sources share `passes`, the costs of the target's pass. `masses` says whether the rule takes
-    drafts without probabilities; if not, those of lookups get them.
+    The stoppers of all sources share `passes`, the costs of the target's pass. `masses` says whether the rule accepts
+    drafts without probabilities; if not, lookups get one-hot rows.
     """
 
     name = "auto"
@@ -149,7 +148,7 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
 
     @property
     def backends(self) -> Sequence[Backend]:
-        """The models of the sources that are built."""
+        """The models of the built sources."""
         return [model for source in self.sources if source.drafter for model in source.drafter.backends]
 
     @override
@@ -160,7 +159,7 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
                 source.drafter.reuse(kept)
 
     def read(self, parts: Sequence[DraftRequest]) -> None:
-        """Let the source that drafted last read; another one reads what it needs when it is chosen."""
+        """Let the source that drafted last read ahead; another one reads what it needs when it is chosen."""
         if self._latest is not None and self._latest.drafter is not None:
             self._latest.drafter.read(parts)
 
@@ -177,7 +176,7 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
         return max([*lengths, self.lookup.limit if self.lookup else 0])
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
-        """Nothing is drafted in the round that reads a request's prompt."""
+        """Draft by this round's choice; nothing is drafted in the round that reads a request's prompt."""
         able = [one for one in requests if one.limit > 0 and len(one.tokens) > one.prompt_length]
         before, batch = self._choice, len(requests)
         self._choice = _Choice()
@@ -186,35 +185,37 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
         self._accepted = 0
         self._matched.clear()
         self._drawn_tokens.clear()
-        self._plain = 0 if before.source is not None or before.looked else self._plain + 1
+        self._plain = 0 if before.source is not None or before.lookups else self._plain + 1
         if able:
             self._build()
             if self._plain % -(-batch // TOGETHER) == 0:
-                self._choice = self._chosen(able, batch)
+                self._choice = self._choose(able, batch)
         choice = self._choice
-        drafts = [Draft.empty() for _ in requests] if choice.source is None else self._drawn(choice, requests, rng)
+        drafts = (
+            [Draft.empty() for _ in requests] if choice.source is None else self._source_drafts(choice, requests, rng)
+        )
         device = drafts[0].tree.tokens.device
         for row, request in enumerate(requests):
-            if (found := choice.looked.get(request.id)) is not None:
+            if (found := choice.lookups.get(request.id)) is not None:
                 drafts[row] = point_chain(found.tokens[: request.limit], found.origin).to(device)
-        if choice.source is not None and not choice.plan.needed:  # a round that shows what a source is good for
-            drafts = [self._extended(each, one) for each, one in zip(drafts, requests, strict=True)]
+        if choice.source is not None and not choice.plan.measures:  # a measuring round shows the source alone
+            drafts = [self._with_lookup_tail(each, one) for each, one in zip(drafts, requests, strict=True)]
         if not self._masses or choice.source is not None:
             dtype = next((draft.probs.dtype for draft in drafts if draft.probs is not None), torch.float32)
             width = requests[0].transforms.vocab_size
             drafts = [with_probabilities(each, width, dtype) for each in drafts]
         return drafts
 
-    def _drawn(self, choice: _Choice, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
-        """Drafts of the chosen source, for the requests without a looked up one."""
+    def _source_drafts(self, choice: _Choice, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
+        """Drafts of the chosen source, for the requests without a lookup."""
         source = choice.source
         assert source is not None
         assert source.drafter is not None, "only sources that are built are chosen"
         self._latest = source
-        source.stopper.preset(choice.plan)
-        asked = [replace(one, limit=0) if one.id in choice.looked else one for one in requests]
+        source.stopper.use_plan(choice.plan)
+        asked = [replace(one, limit=0) if one.id in choice.lookups else one for one in requests]
         asked = [replace(one, limit=0) if len(one.tokens) == one.prompt_length else one for one in asked]
-        requests[0].budget.reserve(sum(len(found.tokens) for found in choice.looked.values()))
+        requests[0].budget.reserve(sum(len(found.tokens) for found in choice.lookups.values()))
         drafts = source.drafter.propose(asked, rng)
         source.unable.update(
             one.id
@@ -223,19 +224,19 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
         )
         return drafts
 
-    def _extended(self, draft: Draft, request: DraftRequest) -> Draft:
-        """A source's chain, extended by as many looked up tokens as promise more than they cost.
+    def _with_lookup_tail(self, draft: Draft, request: DraftRequest) -> Draft:
+        """A source's chain, extended by the looked-up tokens whose expected gain exceeds their cost.
 
-        They count only where all tokens before them are accepted.
+        They count only if all tokens before them are accepted.
         """
         row, size, choice = request.id, len(draft), self._choice
         most = min(request.limit, self.limit)
-        if self.lookup is None or not size or row in choice.looked or most <= size:
+        if self.lookup is None or not size or row in choice.lookups or most <= size:
             return draft
         assert choice.source is not None, "only a source's chains are extended"
         by_length = choice.source.stopper.tokens(row)
         reached = by_length[min(size, len(by_length) - 1)] - by_length[min(size, len(by_length) - 1) - 1]
-        least = max(choice.plan.speed, GAIN) * self._token(self._batch) / max(reached, 1e-9)
+        least = max(choice.plan.speed, GAIN) * self._token_cost(self._batch) / max(reached, 1e-9)
 
         def worth(row: int, matched: int) -> int:
             rates = self._rates(row).expected(min(size_class(matched), LOOKUP))
@@ -253,7 +254,7 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
     # --- the choice -----------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        """Go on building what is not there yet; for many requests, which it helps less, not in every round."""
+        """Continue to build missing sources; in large batches, which they help less, not in every round."""
         self._waited += 1
         if self._waited < self._batch:
             return
@@ -276,7 +277,7 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
                 source.drafter.reuse(self._kept)
         return True
 
-    def _chosen(self, able: Sequence[DraftRequest], batch: int) -> _Choice:
+    def _choose(self, able: Sequence[DraftRequest], batch: int) -> _Choice:
         ids = [one.id for one in able]
         best = _Choice()
         plain = False
@@ -284,8 +285,8 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
             mine = [row for row in ids if row not in source.unable]
             if source.drafter is None or not mine:
                 continue
-            plan = source.stopper.planned(mine, batch=batch)
-            if plan.needed:
+            plan = source.stopper.make_plan(mine, batch=batch)
+            if plan.measures:
                 if plan.length:
                     return _Choice(source, plan)
                 plain = True
@@ -293,45 +294,45 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
                 best = _Choice(source, plan)
         if plain:
             return _Choice()
-        return self._with_lookup(best, able, batch)
+        return self._choose_with_lookup(best, able, batch)
 
-    def _with_lookup(self, best: _Choice, able: Sequence[DraftRequest], batch: int) -> _Choice:
-        """The choice, or one with looked up drafts where these promise more."""
+    def _choose_with_lookup(self, best: _Choice, able: Sequence[DraftRequest], batch: int) -> _Choice:
+        """The choice, or one with lookups if these promise more."""
         if self.lookup is None:
             return best
-        least = max(best.plan.speed, GAIN) * self._token(batch)
+        least = max(best.plan.speed, GAIN) * self._token_cost(batch)
 
         def worth(row: int, matched: int) -> int:
             tokens = tokens_by_length(*self._rates(row).expected(min(size_class(matched), LOOKUP)), LOOKUP)
             least_length = max(best.plan.length, TRIED if self._may_retry(row, matched) else 0)
             return max(_length(tokens, least), least_length)
 
-        found = dict(zip([one.id for one in able], self.lookup.look(able, worth), strict=True))
+        found = dict(zip([one.id for one in able], self.lookup.matches(able, worth), strict=True))
         found = {row: each for row, each in found.items() if each.tokens}
         if not found:
             return best
         self._matched = {row: _kind(each) for row, each in found.items()}
         expected = {row: self._expected(row, each) for row, each in found.items()}
-        choice = self._looked(best, found, expected, batch)
+        choice = self._best_lookups(best, found, expected, batch)
         if best.source is not None and len(able) > 1:
-            choice = self._mixed(best, choice, expected, found, {one.id: one.limit for one in able})
-        if choice is best and (tried := self._retried(found, expected, batch)):
-            choice = _Choice(best.source, best.plan if best.source else DraftPlan(needed=True), tried)
+            choice = self._mix(best, choice, expected, found, {one.id: one.limit for one in able})
+        if choice is best and (tried := self._due_retries(found, expected, batch)):
+            choice = _Choice(best.source, best.plan if best.source else DraftPlan(measures=True), tried)
         passes = self._lookup_costs.passes
         if choice.source is None and passes.is_old(batch) and not passes.reading:
-            return _Choice()  # a plain round shows what a plain round takes
+            return _Choice()  # a plain round measures the time of plain rounds
         return choice
 
-    def _looked(
-        self, best: _Choice, found: dict[int, Found], expected: dict[int, tuple[float, ...]], batch: int
+    def _best_lookups(
+        self, best: _Choice, found: dict[int, SuffixMatch], expected: dict[int, tuple[float, ...]], batch: int
     ) -> _Choice:
-        """The looked up drafts with the most tokens per second, where these promise more than the best so far.
+        """The lookups with the most tokens per second, if these promise more than the best choice so far.
 
-        At speed s a draft pays as long as each of its tokens promises s times what it costs. The best speed is found by
-        repeating that with the speed that came of it (Dinkelbach's method).
+        At speed s a draft pays as long as the expected gain of each token is at least s times its cost. The best speed
+        is found by iteration with the resulting speed (Dinkelbach's method).
         """
         costs, choice, most = self._lookup_costs.at(batch), best, max(best.plan.speed, GAIN)
-        token = self._token(batch)
+        token = self._token_cost(batch)
         while True:
             lengths = {row: _length(tokens, most * token) for row, tokens in expected.items()}
             made = sum(expected[row][n] - 1 for row, n in lengths.items()) / batch
@@ -342,15 +343,15 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
             looked = {row: _first(found[row], n) for row, n in lengths.items() if n}
             choice = _Choice(None, DraftPlan(longest, 1, speed), looked)
 
-    def _mixed(
+    def _mix(
         self,
         best: _Choice,
         choice: _Choice,
         expected: dict[int, tuple[float, ...]],
-        found: dict[int, Found],
+        found: dict[int, SuffixMatch],
         limits: dict[int, int],
     ) -> _Choice:
-        """Looked up drafts for the requests where they promise more than the source's, if that is the best of all."""
+        """Lookups for those requests where they promise more than the source, if that is the best choice."""
         assert best.source is not None
         n, stopper = best.plan.length, best.source.stopper
         drawn = {row: stopper.tokens(row)[min(n, limit)] for row, limit in limits.items()}
@@ -361,10 +362,12 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
             return choice
         return _Choice(best.source, replace(best.plan, speed=speed), better)
 
-    def _retried(self, found: dict[int, Found], expected: dict[int, tuple[float, ...]], batch: int) -> dict[int, Found]:
-        """Long matches of requests that were not looked up for long, as many as may be lost to plain decoding."""
+    def _due_retries(
+        self, found: dict[int, SuffixMatch], expected: dict[int, tuple[float, ...]], batch: int
+    ) -> dict[int, SuffixMatch]:
+        """Long matches of requests without a recent lookup, as many as the allowance for losses permits."""
         costs, allowance = self._lookup_costs.at(batch), self._lookup_costs.passes.allowance
-        tried: dict[int, Found] = {}
+        tried: dict[int, SuffixMatch] = {}
         lost = 0.0
         for row, each in found.items():
             if not self._may_retry(row, each.matched):
@@ -378,27 +381,27 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
         return tried
 
     def _may_retry(self, row: int, matched: int) -> bool:
-        """Whether a match is long, and the request was not looked up for long."""
+        """Whether a match is long, and the request had no lookup recently."""
         state = self._rates(row)
         return matched >= TRIED and state.idle >= LOOKUP_PAUSE * state.patience
 
-    def _token(self, batch: int) -> float:
-        """What a looked up token of each request costs, in plain rounds."""
+    def _token_cost(self, batch: int) -> float:
+        """The cost of one looked-up token of each request, in plain rounds."""
         costs = self._lookup_costs.at(batch)
         return costs.draft + costs.token
 
-    def _expected(self, row: int, found: Found) -> tuple[float, ...]:
-        """Expected tokens of a round with 0, 1, 2, ... of the tokens that were looked up."""
+    def _expected(self, row: int, found: SuffixMatch) -> tuple[float, ...]:
+        """Expected tokens of a round with 0, 1, 2, ... of the looked-up tokens."""
         return tokens_by_length(*self._rates(row).expected(_kind(found)), len(found.tokens))
 
     def _rates(self, row: int) -> RequestRates:
         return self._requests.setdefault(row, RequestRates(self.lookup_rates))
 
-    # --- what came of it ------------------------------------------------------------------------------------------
+    # --- outcomes -------------------------------------------------------------------------------------------------
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Tell the drafter that drafted."""
-        state, looked = self._rates(request_id), request_id in self._choice.looked
+        """Pass the outcome to the drafter that drafted."""
+        state, looked = self._rates(request_id), request_id in self._choice.lookups
         self._accepted += accepted
         if looked and drafted:
             state.learn(self._matched[request_id], drafted, accepted)
@@ -415,19 +418,19 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
             source.stopper.observe(request_id, min(drafted, most), min(accepted, most))
 
     def spent(self, time: RoundTime) -> None:
-        """Tell the drafter that drafted; a plain round counts for all of them, as they share the costs of passes."""
+        """Pass the time to the drafter that drafted; a plain round counts for all, since they share pass costs."""
         self._seconds = time.draft + time.rest
-        source, looked, passes = self._choice.source, bool(self._choice.looked), self._lookup_costs.passes
+        source, looked, passes = self._choice.source, bool(self._choice.lookups), self._lookup_costs.passes
         passes.reading = time.reads > CATCH_UP
         if self._built or passes.reading:
             passes.interrupted()
         elif source is None:
             self._lookup_costs.learn(time)
             self._lookup_costs.settle(time, self._accepted / time.rows)
-        elif looked:  # the time of drafting is that of some requests
+        elif looked:  # only some requests drafted, so the time of drafting says nothing
             passes.learn(time)
-            (source.stopper.learned or self._lookup_costs).settle(time, self._accepted / time.rows)
-        else:  # what was looked up costs places in the target's pass, and is no part of the source's drafts
+            (source.stopper.learned_costs or self._lookup_costs).settle(time, self._accepted / time.rows)
+        else:  # looked-up tokens cost positions in the target's pass, but are not part of the source's drafts
             depth = min(time.depth, self._choice.plan.length) if self._drawn_tokens else time.depth
             source.stopper.spent(replace(time, depth=depth))
 
@@ -441,15 +444,15 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
             source.unable.discard(request_id)
 
     def to_dict(self) -> dict[str, Any]:
-        """What was learned of each source and of lookups, for a file."""
+        """The learned figures of all sources and of lookups, for a file."""
         found = {source.name: figures for source in self.sources if (figures := source.stopper.to_dict())}
         return {**found, LOOKUP_KEY: self.lookup_rates.to_dict()} if found or self.lookup_rates.counts else {}
 
     def restore(self, found: dict[str, Any]) -> None:
-        """Begin with what an earlier run learned.
+        """Start from the figures of an earlier run.
 
         Raises:
-            KeyError, TypeError, ValueError, AttributeError: it has another form.
+            KeyError, TypeError, ValueError, AttributeError: the figures have another form.
         """
         self.lookup_rates.restore(found[LOOKUP_KEY])
         for source in self.sources:
@@ -459,9 +462,9 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
 
 @functools.lru_cache(maxsize=CACHE_SIZE)
 def _length(tokens: tuple[float, ...], least: float) -> int:
-    """The length of a draft whose tokens promise the most beyond `least` for each."""
+    """The draft length with the largest expected number of tokens, minus `least` for each drafted token."""
     return max(range(len(tokens)), key=lambda n: tokens[n] - least * n)
 
 
-def _first(found: Found, n: int) -> Found:
+def _first(found: SuffixMatch, n: int) -> SuffixMatch:
     return replace(found, tokens=found.tokens[:n])

@@ -23,13 +23,13 @@ class DraftRequest:
         id: identifies the request until it ends.
         tokens: prompt and committed tokens; a drafter must not change this list.
         prompt_length: number of prompt tokens.
-        limit: length of the longest chain that can be used this round; 0 for no draft.
+        limit: length of the longest usable chain in this round; 0 for no draft.
         transforms: the request's sampling parameters, which also apply to the draft.
         session: the target's session of the request, for drafters that share the target's cache.
         prediction: tokens that the answer may repeat; empty without a prediction.
-        cache_salt: what was read or written for a request is used for others with the same salt only.
+        cache_salt: cached data of a request is reused only by requests with the same salt.
         share_text: whether such requests may draft from its tokens, and it from theirs.
-        budget: of the round, the same object for all its requests; asked before each token that is drawn.
+        budget: the draft budget of the round, shared by all its requests; asked before each token is drawn.
     """
 
     id: int
@@ -53,24 +53,25 @@ class SessionDrafter(Protocol):
         """The models."""
 
     def reuse(self, kept: PrefixCache) -> None:
-        """Called once, with the sessions of requests that ended: new sessions may begin with these."""
+        """Called once with the prefix cache, from which new sessions may start."""
 
     def read(self, parts: Sequence[DraftRequest]) -> None:
-        """Read what a model will need of requests whose prompts are read in portions.
+        """Read ahead for requests whose prompts are read in chunks.
 
-        The target has read all `tokens` of each but the last one. Reading may also wait until something is drafted.
+        The target has read all `tokens` of each request but the last. A drafter may also read them later, when it
+        drafts.
         """
 
     def ended(self, request_id: int, tokens: list[int]) -> None:
-        """Called before `release` when a request ended without an error: its sessions may be kept."""
+        """Called before `release` if a request ended without an error: its sessions may be kept for reuse."""
 
 
 @runtime_checkable
 class PreparedDrafter(Protocol):
-    """A drafter that makes parts of itself while it is used; they can be made before."""
+    """A drafter that builds parts of itself during use; they can also be built in advance."""
 
     def prepare(self, seconds: float) -> bool:
-        """Make parts until the time is over, one step of one part at least; whether none is missing any more."""
+        """Build parts until the time is over, but at least one step; returns whether everything is built."""
 
 
 @runtime_checkable
@@ -87,11 +88,11 @@ class Drafter(Protocol):
 
     @property
     def point_masses(self) -> bool:
-        """Whether its drafts have no probabilities."""
+        """Whether its drafts come without probabilities."""
 
     @property
     def constant(self) -> bool:
-        """Whether drafts have one length, apart from requests' limits, and the same q after a text in every round."""
+        """Whether all drafts have the same length (up to requests' limits), and the same q after the same text."""
 
     @property
     def timed(self) -> bool:
@@ -99,35 +100,35 @@ class Drafter(Protocol):
 
     @property
     def reads_predictions(self) -> bool:
-        """Whether it drafts from texts that are predicted for an answer."""
+        """Whether it drafts from a request's `prediction`."""
 
     @property
     def limit(self) -> int:
-        """Depth of the deepest draft that it makes; 0 for none."""
+        """Depth of its deepest draft; 0 if it never drafts."""
 
     @property
     def max_positions(self) -> int | None:
-        """Length of the longest sequence that it can draft for, in tokens; None when unbounded."""
+        """Length of the longest sequence that it can draft for, in tokens; None if unbounded."""
 
     @property
     def stopper(self) -> Stopper | None:
-        """What ends its drafts; None where it has no stopper."""
+        """The stopper that ends its drafts; None without one."""
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
-        """Return one draft for each request; a row without a draft gets an empty one."""
+        """Return one draft for each request, which may be empty."""
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
         """Called after each round with the depth of the row's draft and the number of accepted tokens."""
 
     def spent(self, time: RoundTime) -> None:
-        """Called after each round, after `observe`, with the time that it took."""
+        """Called after each round, after `observe`, with the time of the round."""
 
     def release(self, request_id: int) -> None:
         """Called when the request has ended; unknown ids are ignored."""
 
 
 class TokenDrafter:
-    """What drafters from tokens alone have in common: no model, no stopper, and nothing to learn from a round."""
+    """Base class of drafters that read tokens only: no model, no stopper, and nothing to learn from a round."""
 
     branching = False
     point_masses = True

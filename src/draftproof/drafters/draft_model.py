@@ -1,4 +1,4 @@
-"""A draft model as drafters use it: one session for each request, and rows of q as wide as the target's vocabulary."""
+"""The draft model of a drafter: one session for each request, and rows of q as wide as the target's vocabulary."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DraftModel:
     Args:
         backend: the model; its vocabulary may be padded to another width than the target's.
         vocab_size: width of the target's logits and of q.
-        temperature, top_k: of the draft; None for the request's.
+        temperature, top_k: for the draft; None for the request's values.
     """
 
     stationary = True
@@ -46,10 +46,10 @@ class DraftModel:
             SamplingParams(**self.changes)
         except UserError as cause:
             raise UserError(f"the draft's own {cause}") from None
-        # of the logits; a drafter calls `finish` when its drafts are made, which waits for the draft model's passes on
-        # a device: so the host's clock shows what drafting takes
+        # Checks of the logits. A drafter calls `finish` at the end of drafting, which waits for the draft model's
+        # passes on a device, so that the host's clock measures the time of drafting.
         self.checks = LogitsCheck()
-        self.kept = PrefixCache(0)
+        self.prefix_cache = PrefixCache(0)
         self._sessions: dict[int, Session] = {}
         self._transforms: dict[int, Transforms] = {}
 
@@ -66,18 +66,20 @@ class DraftModel:
         return self.open(request)
 
     def open(self, request: DraftRequest) -> Session:
-        """The request's own session, which is kept from round to round."""
+        """The request's session, which lasts from round to round."""
         if request.id not in self._sessions:
             running = list(self._sessions.values())
-            self._sessions[request.id] = self.kept.open(self.backend, request.tokens, running, request.cache_salt)
+            self._sessions[request.id] = self.prefix_cache.open(
+                self.backend, request.tokens, running, request.cache_salt
+            )
         return self._sessions[request.id]
 
     def unread(self, session: Session, request: DraftRequest) -> list[int]:
-        """Roll the request's session back to its committed tokens; return those that it has not read."""
+        """Roll the request's session back to its committed tokens; return the tokens that it has not read."""
         return unread(session, request.tokens)
 
     def read(self, requests: Sequence[DraftRequest]) -> None:
-        """Read all tokens of some requests but the last; see `SessionDrafter`."""
+        """Read all tokens of these requests but the last; see `SessionDrafter`."""
         feeds = []
         for request in requests:
             if self.depth(replace(request, limit=1), 1):
@@ -88,15 +90,15 @@ class DraftModel:
             self.backend.forward(feeds)
 
     def ended(self, request_id: int, tokens: list[int]) -> None:
-        """Keep the request's session for others."""
+        """Put the request's session into the prefix cache."""
         session = self._sessions.pop(request_id, None)
         if session is not None:
-            self.kept.keep(self.backend, session, tokens)
+            self.prefix_cache.keep(self.backend, session, tokens)
 
     def depth(self, request: DraftRequest, limit: int) -> int:
-        """Largest depth of a draft: limited by the request, by `limit` and by the model's context.
+        """Largest depth of a draft, limited by the request, by `limit` and by the model's context.
 
-        It is 0 where a token of the request has no embedding in the model, whose vocabulary may be smaller than the
+        It is 0 if a token of the request has no embedding in the model, whose vocabulary may be smaller than the
         target's by padding.
         """
         edits = request.transforms.edits
@@ -104,7 +106,7 @@ class DraftModel:
         return max(min(request.limit, limit, limit if most is None else most), 0)
 
     def path_dependent(self, request: DraftRequest) -> bool:
-        """Whether a transform makes q depend on the drafted path, so that its ids are needed on the host."""
+        """Whether a transform makes q depend on the drafted path, so that the host needs its token ids."""
         return self._transforms[request.id].path_dependent
 
     def rows(
@@ -116,11 +118,11 @@ class DraftModel:
     ) -> Float[Tensor, "rows vocab"]:
         """Rows of q after the given drafted paths, as wide as the target's vocabulary.
 
-        Paths are not used unless q is `path_dependent`. `ids` are the tokens of the columns of `logits`, when these are
-        not the whole vocabulary; see `draftproof.backends.base.FeedOutput`.
+        Paths are only used if q is `path_dependent`. `ids` are the tokens of the columns of `logits`, if these are not
+        the whole vocabulary; see `draftproof.backends.base.FeedOutput`.
 
         Raises:
-            RequestError: logits with NaN, +inf or a row without a finite value; on an accelerator, `checks` says so.
+            RequestError: logits with NaN, +inf or a row without a finite value; on an accelerator, `checks` raises it.
         """
         with blamed_on(request.id):
             return self._rows(request, logits, paths, ids)
@@ -153,7 +155,7 @@ class DraftModel:
 
 
 class ModelBacked(SessionDrafter):
-    """The common part of drafters that draw from a draft model, with a stopper that decides how long drafts get."""
+    """Base class of drafters that draw from a draft model, with a stopper that decides how long drafts get."""
 
     point_masses = False
     reads_predictions = False
@@ -165,7 +167,7 @@ class ModelBacked(SessionDrafter):
 
     @property
     def constant(self) -> bool:
-        """Whether the stopper is constant, and the model has all tokens and the same q after a text in every round."""
+        """Whether the stopper is constant, and the model has all tokens and the same q after the same text."""
         return self.stopper.constant and self.model.full_vocabulary and self.model.stationary
 
     @property
@@ -180,7 +182,7 @@ class ModelBacked(SessionDrafter):
 
     @property
     def most(self) -> int:
-        """Drafts that a row can get."""
+        """Largest number of drafts of a row."""
         return 1
 
     @property
@@ -195,7 +197,7 @@ class ModelBacked(SessionDrafter):
 
     @override
     def reuse(self, kept: PrefixCache) -> None:
-        self.model.kept = kept
+        self.model.prefix_cache = kept
 
     @override
     def read(self, parts: Sequence[DraftRequest]) -> None:
@@ -206,38 +208,38 @@ class ModelBacked(SessionDrafter):
         self.model.ended(request_id, tokens)
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Tell the stopper."""
+        """Pass the outcome to the stopper."""
         self.stopper.observe(request_id, drafted, accepted)
 
     def spent(self, time: RoundTime) -> None:
-        """Tell the stopper."""
+        """Pass the time to the stopper."""
         self.stopper.spent(time)
 
     def release(self, request_id: int) -> None:
-        """Close the request's session, and tell the stopper."""
+        """Close the request's session, and release it in the stopper."""
         self.stopper.release(request_id)
         self.model.release(request_id)
 
 
 def refuse_incompatible(stopper: Stopper, backend: Backend) -> None:
-    """Refuse a stopper that reads predictions that the model does not make, or hidden states of another width."""
+    """Refuse a stopper that needs predictions that the model does not make, or hidden states of another width."""
     if stopper.reads_predictions and not backend.capabilities.predicts:
         raise UserError(
-            f"stopper {stopper.name} reads a draft head's own prediction of acceptance, and {backend.name} makes none: "
-            "take a dspark head that has one, or another stopper"
+            f"stopper {stopper.name} needs a draft head that predicts acceptance, but {backend.name} does not: use a "
+            "dspark head that does, or another stopper"
         )
     needed, width = stopper.hidden_size, backend.capabilities.hidden
     if not needed or needed == width:
         return
     if not width:
         raise UserError(
-            f"stopper {stopper.name} reads hidden states, and {backend.name} returns none: choose a stopper without a "
+            f"stopper {stopper.name} reads hidden states, but {backend.name} returns none: choose a stopper without a "
             "head"
         )
     maker = getattr(stopper, "trained_on", None)
     raise UserError(
         f"stopper {stopper.name} reads hidden states of width {needed}"
-        f"{f' (its head was trained on {maker})' if maker else ''}, and those of {backend.name} have {width}: "
+        f"{f' (its head was trained on {maker})' if maker else ''}, but those of {backend.name} have {width}: "
         "choose a head that was trained on this draft model"
     )
 
@@ -247,8 +249,8 @@ def fit_width(
 ) -> Float[Tensor, "rows vocab"]:
     """Rows of logits as wide as the target's vocabulary; tokens that the drafter lacks get probability 0.
 
-    Vocabularies that differ only by padding have the same ids for every real token; tokenizers are compared when models
-    are loaded. `ids` as for `DraftModel.rows`.
+    Vocabularies that differ only by padding have the same ids for all real tokens; tokenizers are compared when models
+    are loaded. `ids` is as in `DraftModel.rows`.
     """
     if ids is not None:
         return logits.new_full((logits.shape[0], width), float("-inf")).index_copy_(1, ids, logits)

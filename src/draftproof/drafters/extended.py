@@ -1,8 +1,8 @@
-"""A drafter whose chains are extended by a lookup: a model's or a head's draft, then what is known to follow it.
+"""A drafter that extends chains by a lookup: the draft of a model or head, then tokens that are known to follow it.
 
-The tokens of the lookup are point masses. Whether and how far a chain is extended depends on the tokens before, drafted
-ones included, and on nothing that comes later, so that every lossless rule stays lossless. They cost no pass of a
-model, only their places in the target's.
+The tokens of the lookup are point masses. Whether and how far a chain is extended depends only on the tokens before,
+drafted ones included, so every lossless rule stays lossless. The extra tokens cost no pass of the draft model, only
+positions in the target's pass.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from draftproof.backends.cache.prefix_cache import PrefixCache
 from draftproof.draft import Draft
 from draftproof.drafters.base import Drafter, DraftRequest, SessionDrafter
 from draftproof.drafters.ngram import point_chain, with_probabilities
-from draftproof.drafters.suffix import Found, SuffixDrafter
+from draftproof.drafters.suffix import SuffixDrafter, SuffixMatch
 from draftproof.errors import UserError
 from draftproof.rng import RoundRng
 from draftproof.stoppers.base import RoundTime, Stopper
 from draftproof.tree import TokenTree
 
-LEAST = 2  # tokens before an extension that must be known: one alone is followed by too many things
+LEAST = 2  # tokens before an extension that must match: a single token has too many successors
 
 
-def extended(draft: Draft, found: Found, vocab_size: int) -> Draft:
-    """A chain, with rows of q or empty, and after it the tokens (one at least) that a lookup found for that place."""
+def extended(draft: Draft, found: SuffixMatch, vocab_size: int) -> Draft:
+    """A chain (with rows of q, or empty), followed by the tokens that a lookup found for its end, at least one."""
     dtype = torch.float32 if draft.probs is None else draft.probs.dtype
     more = with_probabilities(point_chain(found.tokens, found.origin).to(draft.tree.tokens.device), vocab_size, dtype)
     if draft.probs is None:
@@ -41,7 +41,7 @@ def extended(draft: Draft, found: Found, vocab_size: int) -> Draft:
 class ExtendedDrafter(SessionDrafter):
     """Extends the chains of another drafter, which have rows of q, by lookups.
 
-    `least` tokens before an extension must be known.
+    At least `least` tokens before an extension must match.
     """
 
     branching = False
@@ -60,7 +60,7 @@ class ExtendedDrafter(SessionDrafter):
         self._sessions: SessionDrafter = first
         self._lookup = lookup
         self._least = least
-        self._own: dict[int, int] = {}  # tokens of each draft that the first drafter drew
+        self._own: dict[int, int] = {}  # number of tokens of each draft that the first drafter drew
 
     @property
     def timed(self) -> bool:
@@ -74,12 +74,12 @@ class ExtendedDrafter(SessionDrafter):
 
     @property
     def max_positions(self) -> int | None:
-        """Beyond what the first drafter reads, the lookup drafts alone."""
+        """The lookup's: beyond the first drafter's context, it drafts alone."""
         return self._lookup.max_positions
 
     @property
     def stopper(self) -> Stopper | None:
-        """What ends the first drafter's chains."""
+        """The first drafter's stopper."""
         return self._first.stopper
 
     @property
@@ -100,7 +100,7 @@ class ExtendedDrafter(SessionDrafter):
         self._sessions.ended(request_id, tokens)
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
-        """The first drafter's drafts, each extended by what the lookup finds after it."""
+        """The first drafter's drafts, each extended by the lookup."""
         drafts = self._first.propose(requests, rng)
         self._own = {request.id: len(draft) for request, draft in zip(requests, drafts, strict=True)}
         return [self._extended(draft, request) for draft, request in zip(drafts, requests, strict=True)]
@@ -114,12 +114,12 @@ class ExtendedDrafter(SessionDrafter):
         return extended(draft, found, request.transforms.vocab_size)
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Tell the first drafter of its own tokens."""
+        """Pass the outcome of its own tokens to the first drafter."""
         own = self._own.get(request_id, 0)
         self._first.observe(request_id, min(drafted, own), min(accepted, own))
 
     def spent(self, time: RoundTime) -> None:
-        """Tell the first drafter, whose drafts were this deep; the other tokens cost places in the target's pass."""
+        """Pass the time to the first drafter, with the depth of its own drafts."""
         deepest = max(self._own.values(), default=0)
         if deepest or not time.depth:
             self._first.spent(replace(time, depth=min(deepest, time.depth)))

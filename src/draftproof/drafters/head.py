@@ -1,4 +1,4 @@
-"""Heads over the target's hidden states as draft models: what `feature_head` and the published formats share.
+"""Heads on the target's hidden states as draft models: the common part of `feature_head` and the published formats.
 
 In the first round of a request the target has not read anything, so nothing is drafted. Every later round starts from
 the hidden states of the last verification (EAGLE, arXiv 2401.15077).
@@ -17,10 +17,10 @@ from draftproof.drafters.sampled_tree import chains_drafter
 from draftproof.stoppers.base import Stopper
 
 
-class FollowingModel(DraftModel):
-    """A head, made for this target, as a draft model; `temperature` and `top_k` as for `DraftModel`."""
+class HeadDraftModel(DraftModel):
+    """A head of this target as a draft model; `temperature` and `top_k` as in `DraftModel`."""
 
-    stationary = False  # in the next round it reads the target's states of the tokens that were accepted
+    stationary = False  # in the next round it reads the target's states of the accepted tokens instead of its own
 
     def __init__(
         self, head: TargetHead, target: SlotBackend, *, temperature: float | None = None, top_k: int | None = None
@@ -44,7 +44,7 @@ class FollowingModel(DraftModel):
         return most if self._head.deepest is None else min(most, self._head.deepest)
 
     def open(self, request: DraftRequest) -> Session:
-        """The request's session, rolled back to the tokens that were read with the target's states."""
+        """The request's session, rolled back to the tokens that it read with the target's states."""
         self._roll_back(request)
         found = self._sessions.get(request.id)
         if found is None:
@@ -54,14 +54,14 @@ class FollowingModel(DraftModel):
         return found
 
     def ended(self, request_id: int, tokens: list[int]) -> None:
-        """Nothing is kept: a head reads a text again in a small part of the target's time."""
+        """Keeps nothing: a head reads a text again in a small part of the target's time."""
 
     @override
     def unread(self, session: Session, request: DraftRequest) -> list[int]:
         return unread(session, request.tokens[1 - self._head.back :])
 
     def _roll_back(self, request: DraftRequest) -> int:
-        """Roll the target's session back to the committed tokens; return of how many of them it has the states."""
+        """Roll the target's session back to the committed tokens; return how many of them have recorded states."""
         owner = _owner(request)
         unread(owner, request.tokens)
         return owner.recorded(self._head.layers)
@@ -72,6 +72,6 @@ def _owner(request: DraftRequest) -> Session:
     return request.session
 
 
-def following_drafter(model: FollowingModel, stopper: Stopper, name: str, *, chains: int = 1) -> Drafter:
+def head_drafter(model: HeadDraftModel, stopper: Stopper, name: str, *, chains: int = 1) -> Drafter:
     """A drafter of one chain, or of K i.i.d. chains, from a head."""
     return chains_drafter(model, stopper, chains=chains, name=name + (f":x{chains}" if chains > 1 else ""))

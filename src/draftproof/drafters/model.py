@@ -26,12 +26,12 @@ class _Chain:
         self.request = request
         self.tokens: list[Int[Tensor, ""]] = []
         self.probs: list[Float[Tensor, " vocab"]] = []  # rows of q that the tokens were drawn from
-        self.signals: list[float] = []  # the stopper's that were copied to the host so far
-        self.size = limit  # tokens to submit; those that were drawn after the end of the chain are dropped
+        self.signals: list[float] = []  # the stopper's signals that were copied to the host so far
+        self.size = limit  # tokens to submit; tokens drawn after the end of the chain are dropped
 
     @property
     def open(self) -> bool:
-        """Whether another token is to be drawn."""
+        """Whether another token will be drawn."""
         return len(self.tokens) < self.size
 
     def draft(self, device: torch.device) -> Draft:
@@ -46,9 +46,9 @@ class ModelDrafter(ModelBacked):
     Args:
         model: the draft model.
         stopper: decides how long chains get.
-        stride: number of tokens that are drawn before the stopper is asked, as each question waits for the device;
-            default 1 on a CPU and 4 elsewhere. Tokens that were drawn after the end of a chain are dropped without
-            being looked at, so the draft does not depend on the stride.
+        stride: number of tokens to draw before the stopper is asked, since asking waits for the device; default 1 on
+            a CPU and 4 elsewhere. Tokens drawn after the end of a chain are dropped unseen, so the draft does not
+            depend on the stride.
     """
 
     name = "model"
@@ -59,10 +59,10 @@ class ModelDrafter(ModelBacked):
         self._stride = stride or (1 if model.backend.device.type == "cpu" else 4)
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
-        """Each step is one forward pass of the draft model, for the rows that are still drafting."""
+        """Draft all rows together: each step is one forward pass of the draft model for the rows that still draft."""
         self.stopper.begin([request.id for request in requests])
         bounded = any(request.budget.most is not None for request in requests)
-        stride = 1 if bounded else self._stride  # the budget waits for the device in any case
+        stride = 1 if bounded else self._stride  # a budget waits for the device anyway
         self.model.checks.clear()
         chains = [self._open(row, request) for row, request in enumerate(requests)]
         active = [chain for chain in chains if chain.open]
@@ -91,7 +91,7 @@ class ModelDrafter(ModelBacked):
         return _Chain(row, request, request.budget.within(self.model.depth(request, self.stopper.length(request.id))))
 
     def _promising(self, active: list[_Chain], outputs: Sequence[FeedOutput]) -> tuple[list[_Chain], list[FeedOutput]]:
-        """End chains by the predictions for their next tokens, of which none is drawn yet; return the others."""
+        """End chains by the predictions for their next tokens, before these are drawn; return the other chains."""
         going = []
         for chain, output in zip(active, outputs, strict=True):
             assert output.accepted is not None, "the model predicts"
@@ -104,7 +104,7 @@ class ModelDrafter(ModelBacked):
 
     @staticmethod
     def _admitted(active: list[_Chain], outputs: list[FeedOutput]) -> tuple[list[_Chain], list[FeedOutput]]:
-        """End chains whose next tokens are beyond the round's budget, none of them drawn yet; return the others."""
+        """End chains whose next tokens exceed the round's budget, before these are drawn; return the other chains."""
         if not active:
             return active, outputs
         going = active[0].request.budget.admit(
@@ -131,7 +131,7 @@ class ModelDrafter(ModelBacked):
         return self.stopper.signal(DraftStep(drawn, q, stack_rows(hidden), stack_rows(logits)))
 
     def _judge(self, queued: list[tuple[list[_Chain], Float[Tensor, " _"]]]) -> None:
-        """Copy the new signals to the host together, and end every chain at the first token where the stopper stops."""
+        """Copy the new signals to the host at once, and end each chain at the first token where the stopper stops."""
         if not queued:
             return
         values = iter(torch.cat([signal for _, signal in queued]).tolist())
@@ -144,6 +144,6 @@ class ModelDrafter(ModelBacked):
         queued.clear()
 
     def _row(self, chain: _Chain, output: FeedOutput) -> Float[Tensor, "1 vocab"]:
-        """The row of q of the next token; drafted ids are copied to the host only if a transform depends on them."""
+        """The row of q of the next token; drafted ids are copied to the host only if a transform needs them."""
         path = [int(token) for token in chain.tokens] if self.model.path_dependent(chain.request) else []
         return self.model.rows(chain.request, output.logits[-1:], [path], output.ids)

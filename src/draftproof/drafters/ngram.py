@@ -1,6 +1,6 @@
-"""The drafter `ngram`: what followed an earlier occurrence of the last tokens, in the request's own prompt or output.
+"""The drafter `ngram`: the tokens after an earlier occurrence of the last tokens, in the request's prompt or output.
 
-It needs no model; its tokens are point masses. It is also known as prompt lookup decoding, and pays where the output
+It needs no model; its tokens are point masses. It is also known as prompt lookup decoding, and helps if the output
 quotes the input (code editing, summaries).
 """
 
@@ -38,7 +38,7 @@ class NgramDrafter(TokenDrafter):
         self._seen: dict[int, _NgramIndex] = {}
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:  # noqa: ARG002
-        """For each request the tokens that follow the longest known suffix, as a chain of point masses."""
+        """For each request, a chain of point masses: the tokens that follow its longest known suffix."""
         return [self._lookup(request) for request in requests]
 
     def _lookup(self, request: DraftRequest) -> Draft:
@@ -54,12 +54,12 @@ class NgramDrafter(TokenDrafter):
 
 
 def point_chain(tokens: Sequence[int], origin: Origin = Origin.LOOKUP) -> Draft:
-    """A draft with these tokens as one chain of point masses; empty without tokens."""
+    """A draft of these tokens as one chain of point masses; an empty draft without tokens."""
     return Draft(TokenTree.chain(torch.tensor(tokens, dtype=torch.int64)), None, origin=origin)
 
 
 def with_probabilities(draft: Draft, vocab_size: int, dtype: torch.dtype) -> Draft:
-    """A draft with rows of q where it has none: each of its tokens is certain."""
+    """The draft with rows of q; a draft without them gets one-hot rows."""
     if draft.probs is not None or not len(draft):
         return draft
     tokens = draft.tree.tokens

@@ -1,4 +1,4 @@
-"""The drafter `none`: plain decoding by the same engine, which is what speed-ups are measured against."""
+"""The drafter `none`: plain decoding by the same engine, the baseline of all speed-ups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from draftproof.rng import RoundRng
 
 
 class NoDrafter(TokenDrafter):
-    """Proposes nothing; every round is one target step."""
+    """Proposes nothing; every round is one step of plain decoding."""
 
     name = "none"
     point_masses = False

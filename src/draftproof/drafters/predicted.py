@@ -1,7 +1,7 @@
-"""A text that a request's answer is expected to repeat, and where in it the answer stands.
+"""A predicted text, which an answer is expected to repeat, and the position of the answer in it.
 
-Its tokens are drafted as point masses. It is what OpenAI's API calls a predicted output: an edited file is mostly the
-file before the edit.
+Its tokens are drafted as point masses. OpenAI's API calls this a predicted output; an edited file, for example, mostly
+repeats the file before the edit.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 
-_NEAREST = 32  # occurrences that are looked at on each side, when the answer has departed from the text
+_NEAREST = 32  # occurrences to compare on each side when the answer has left the text
 
 
 @lru_cache(maxsize=4)
 def _places(tokens: tuple[int, ...]) -> dict[int, list[int]]:
-    """The places after each token of a text: found once for all prompts and continuations that have the same text."""
+    """The positions after each token of a text; cached for all requests with the same text."""
     found: dict[int, list[int]] = defaultdict(list)
     for place, token in enumerate(tokens):
         found[token].append(place + 1)
@@ -24,11 +24,11 @@ def _places(tokens: tuple[int, ...]) -> dict[int, list[int]]:
 
 
 class PredictedText:
-    """Follows an answer through the text that was predicted for it; runs are compared up to `longest` tokens.
+    """Follows an answer through its predicted text; matching runs are compared up to `longest` tokens.
 
-    The answer is expected to begin as the text does. Where it departs, the place after the longest run of tokens that
-    also ends the answer so far is taken; of several such places the one that is nearest to the last one, and of two
-    that are as near the later one.
+    The answer is expected to begin like the text. Where it departs, it continues after the longest run of the text that
+    equals the end of the answer so far; among equal runs, after the nearest one, and among equally near ones after the
+    later one.
     """
 
     def __init__(self, tokens: Sequence[int], longest: int) -> None:
@@ -36,7 +36,7 @@ class PredictedText:
         self._longest = longest
         self._after = _places(self._tokens)
         self._place = 0
-        self.matched = longest  # the length of the run before the place; the beginning is trusted as much as any
+        self.matched = longest  # length of the run before the position; the beginning counts as a longest run
 
     def read(self, answer: Sequence[int], start: int) -> None:
         """Follow the tokens of an answer from `start` on."""
@@ -48,11 +48,11 @@ class PredictedText:
                 self._find(answer[max(end - self._longest, 0) : end])
 
     def following(self, most: int) -> list[int]:
-        """Up to `most` tokens that come next in the text; none where the answer is not in it."""
+        """Up to `most` tokens that come next in the text; none if the answer has left it."""
         return list(self._tokens[self._place : self._place + most]) if self.matched else []
 
     def _find(self, tail: Sequence[int]) -> None:
-        """Find the place of the answer whose last tokens these are; without one the last place is kept in mind."""
+        """Find the position after these last tokens of the answer; without a match the old position is remembered."""
         places = self._after.get(tail[-1], [])
         middle = bisect_left(places, self._place)
         near = places[max(middle - _NEAREST, 0) : middle + _NEAREST]
@@ -61,7 +61,7 @@ class PredictedText:
         self._place = place
 
     def _run(self, place: int, tail: Sequence[int]) -> int:
-        """How many tokens before a place are also the last ones of the answer."""
+        """Number of tokens before a position that equal the end of the answer."""
         size = 0
         while size < min(place, len(tail)) and self._tokens[place - 1 - size] == tail[-1 - size]:
             size += 1

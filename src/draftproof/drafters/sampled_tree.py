@@ -1,7 +1,7 @@
 """The drafters `chains` and `tree`: K i.i.d. chains, or a prefix tree, from a draft model; equal prefixes are merged.
 
 The draws at a node are i.i.d. from the node's row of q. Their number depends on earlier rounds and on the draws above
-the node, and never on the draws below it, so every rule on tries stays exact.
+the node, but never on the draws below it, so every rule on tries stays exact.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _DraftTree:
         self.draws: list[int] = []  # the node of each draw, in order of drawing
         self.frontier: dict[int, int] = {ROOT: 1}  # nodes that may get children, with the number of draws of each
         self.rows: dict[int, Float[Tensor, " vocab"]] = {}  # of q after each node of the frontier
-        self.signals: dict[int, tuple[float, ...]] = {}  # the stopper's along the path to each node
+        self.signals: dict[int, tuple[float, ...]] = {}  # the stopper's signals along the path to each node
         self._nodes: dict[tuple[int, int], int] = {}
 
     def add(self, parent: int, token: int) -> int:
@@ -87,9 +87,9 @@ class SampledTreeDrafter(ModelBacked):
         if not 1 <= chains <= MAX_DRAWS:
             raise UserError(f"number of chains: expected 1 to {MAX_DRAWS}, got {chains}")
         if any(not 1 <= factor <= MAX_DRAWS for factor in factors):
-            raise UserError(f"expansion factors are {list(factors)}: each must be 1 to {MAX_DRAWS}")
+            raise UserError(f"expansion factors: expected 1 to {MAX_DRAWS} each, got {list(factors)}")
         if not model.backend.capabilities.trees:
-            raise UserError(f"{model.backend.name} cannot read trees: draft single chains (drafter model) with it")
+            raise UserError(f"{model.backend.name} cannot read trees: use a drafter of single chains (model) with it")
         super().__init__(model, stopper)
         self.chains = chains
         self.factors = tuple(factors)
@@ -106,7 +106,7 @@ class SampledTreeDrafter(ModelBacked):
         return 1 if self.factors else self.chains
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
-        """Each level is one forward pass of the draft model, for the rows that are still drafting."""
+        """Draft all rows together: each level is one forward pass of the draft model for the rows that still draft."""
         self.stopper.begin([request.id for request in requests], self.most)
         self.model.checks.clear()
         trees = [self._open(row, request) for row, request in enumerate(requests)]
@@ -128,13 +128,13 @@ class SampledTreeDrafter(ModelBacked):
         return _DraftTree(row, request, self.model.session(request), self.model.depth(request, length), chains)
 
     def _feed(self, tree: _DraftTree) -> Feed:
-        """The new level, including nodes without children, because parents are numbers of slots."""
+        """The new level, including nodes that will get no children, because parents are slot numbers."""
         known = len(tree.session.tail)
         tokens = to_device(tree.tokens[known:], self.model.backend.device)
         return Feed(tree.session, (), TokenTree(tokens, tuple(tree.parents[known:]), known))
 
     def _counts(self, tree: _DraftTree, depth: int) -> list[int]:
-        """For each draw of this level its parent, a node of the frontier."""
+        """The parent of each draw of this level, a node of the frontier."""
         if self.factors:
             return [node for node in tree.frontier for _ in range(self.factors[depth])]
         times = tree.chains if depth == 0 else 1
@@ -168,7 +168,7 @@ class SampledTreeDrafter(ModelBacked):
         tree.rows = dict(zip(nodes, rows, strict=True))
 
     def _prune(self, tree: _DraftTree, output: FeedOutput) -> None:
-        """Remove nodes from the frontier by the predictions for the tokens below them, of which none is drawn yet."""
+        """Remove nodes from the frontier by the predictions for the tokens below them, before these are drawn."""
         assert output.accepted is not None, "the model predicts"
         for node, value in zip(tree.rows, output.accepted.tolist(), strict=True):
             if node in tree.frontier:
@@ -178,7 +178,7 @@ class SampledTreeDrafter(ModelBacked):
                     del tree.frontier[node]
 
     def _judge(self, active: Sequence[_DraftTree], outputs: Sequence[FeedOutput]) -> None:
-        """Remove the new nodes where the stopper stops from the frontiers of their trees."""
+        """Remove new nodes from the frontiers of their trees if the stopper stops there."""
         new = [(tree, node) for tree in active for node in tree.frontier]
         signal = self.stopper.signal(self._step(active, outputs, new))
         if signal is None:
@@ -191,7 +191,7 @@ class SampledTreeDrafter(ModelBacked):
     def _step(
         self, active: Sequence[_DraftTree], outputs: Sequence[FeedOutput], new: Sequence[tuple[_DraftTree, int]]
     ) -> DraftStep:
-        """The new nodes as the stopper sees them, with the model's output at their parents."""
+        """The new nodes as the stopper's input, with the model's output at their parents."""
         tokens = to_device([tree.tokens[node] for tree, node in new], self.model.backend.device)
         made = {id(tree): output for tree, output in zip(active, outputs, strict=True)}
         places = {id(tree): {node: place for place, node in enumerate(tree.rows)} for tree in active}

@@ -15,7 +15,7 @@ from draftproof.stoppers.base import Stopper
 class SelfDraftModel(DraftModel):
     """A smaller form of the target as a draft model; every round starts from the target's own cache.
 
-    The name is the drafter's; `temperature` and `top_k` as for `DraftModel`.
+    `name` is the drafter's; `temperature` and `top_k` as in `DraftModel`.
     """
 
     def __init__(
@@ -27,16 +27,16 @@ class SelfDraftModel(DraftModel):
         super().__init__(part, vocab_size=part.vocab_size, temperature=temperature, top_k=top_k)
 
     def open(self, request: DraftRequest) -> Session:
-        """A session in the target's slot, after rolling the target's session back to the committed tokens."""
+        """A session in the target's slot; first rolls the target's session back to the committed tokens."""
         assert request.session is not None, "the engine passes the target's session"
         unread(request.session, request.tokens)
         return self._part.borrow(request.session)
 
     def read(self, requests: Sequence[DraftRequest]) -> None:
-        """Nothing: the target reads for both."""
+        """Does nothing: the target reads for both."""
 
     def ended(self, request_id: int, tokens: list[int]) -> None:
-        """Nothing: the session is the target's."""
+        """Does nothing: the session is the target's."""
 
 
 def self_drafter(model: SelfDraftModel, stopper: Stopper, *, chains: int = 1) -> Drafter:

@@ -3,7 +3,7 @@
 It needs no model. It stores the tokens of running requests, and of finished ones up to a capacity. Its tokens are point
 masses; the stored counts only decide how many tokens to draft.
 
-Source: SuffixDecoding (Oliaro et al., arXiv 2411.04975). It pays where requests resemble each other or repeat
+Source: SuffixDecoding (Oliaro et al., arXiv 2411.04975). It helps if requests resemble each other or repeat
 themselves: agents, self-refinement, code editing, many samples of one prompt.
 """
 
@@ -23,7 +23,7 @@ from draftproof.errors import UserError, blamed_on
 from draftproof.rng import RoundRng
 
 _START = -1  # precedes the first token and ends short contexts, so that no context is a prefix of another one
-# From a request's id and the length of its match: how many tokens are of use. None: all.
+# From a request's id and the length of its match: how many tokens are useful. None: all.
 Worth = Callable[[int, int], int] | None
 
 
@@ -31,16 +31,16 @@ class SuffixDrafter(TokenDrafter):
     """Follows the longest known suffix, from the request itself or from other requests, token by token.
 
     Each drafted token is the most frequent successor of the longest known suffix of the tokens before it; of two
-    suffixes with the same length, the one from the request's own tokens is used. A draft ends where no suffix is known,
-    where the product of the relative frequencies is below `threshold`, or after 1 + `factor` times the length of the
+    suffixes with the same length, the one from the request's own tokens is used. A draft ends if no suffix is known,
+    if the product of the relative frequencies falls below `threshold`, or after 1 + `factor` times the length of the
     first match.
 
     Drafts depend on committed tokens only, so every rule that accepts point masses stays exact, under one condition:
-    the drafted tokens must not have been drawn with the same random numbers that verify them. Two requests with the
-    same seed have the same random numbers, so the later one must not draft tokens of the earlier one. Therefore a
-    request that samples with a seed of the user drafts from its own tokens only, and its answer is the same alone and
-    in any batch. Greedy requests and requests without a seed draft from all requests: their output distribution is the
-    target's, and the sampled text depends on earlier requests.
+    the drafted tokens must not have been drawn with the random numbers that verify them. Two requests with the same
+    seed have the same random numbers, so the later one must not draft tokens of the earlier one. Therefore a request
+    that samples with a user's seed drafts from its own tokens only, and its answer is the same alone and in any batch.
+    Greedy requests and requests without a seed draft from all requests: their output distribution is the target's, but
+    the sampled text depends on earlier requests.
 
     Args:
         length: number of tokens to propose, 1 to 64.
@@ -49,8 +49,8 @@ class SuffixDrafter(TokenDrafter):
         threshold: smallest estimated probability of a whole draft, 0 to 1.
         capacity: number of tokens of finished requests to remember, at about 400 bytes each; the oldest request is
             forgotten first, completely.
-        shared: whether requests with the same `cache_salt` draft from each other's tokens, where both `share_text`.
-            Drafts, and so the speed of an answer, reveal to one of them what another one wrote.
+        shared: whether requests with the same `cache_salt` draft from each other's tokens, if both `share_text`.
+            Drafts, and so the speed of an answer, reveal what another request wrote.
     """
 
     reads_predictions = True
@@ -84,21 +84,21 @@ class SuffixDrafter(TokenDrafter):
         self._running: dict[int, _Indexed] = {}
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:  # noqa: ARG002
-        """For each request the likeliest continuation of its last tokens, as a chain of point masses."""
-        return [point_chain(found.tokens, found.origin) for found in self.look(requests)]
+        """For each request, a chain of point masses: the likeliest continuation of its last tokens."""
+        return [point_chain(found.tokens, found.origin) for found in self.matches(requests)]
 
-    def look(self, requests: Sequence[DraftRequest], worth: Worth = None) -> list[Found]:
-        """What each request's last tokens are followed by; all requests are read before the first draft is made."""
+    def matches(self, requests: Sequence[DraftRequest], worth: Worth = None) -> list[SuffixMatch]:
+        """The match of each request's last tokens; all requests are read before the first match is made."""
         rows = [self._row(request) for request in requests]
         for row in rows:
             self._read(row)
         return [
-            self._best(request, row, worth) if request.limit > 0 else Found([], 0)
+            self._best(request, row, worth) if request.limit > 0 else SuffixMatch([], 0)
             for request, row in zip(requests, rows, strict=True)
         ]
 
-    def extend(self, request: DraftRequest, path: Sequence[int], worth: Worth = None) -> Found:
-        """What the request's tokens and a drafted path below them are followed by; it depends on nothing else."""
+    def extend(self, request: DraftRequest, path: Sequence[int], worth: Worth = None) -> SuffixMatch:
+        """The match after the request's tokens and a drafted path below them; it depends on nothing else."""
         row = self._row(request)
         self._read(row)
         found, predicted = self._follow(request, row, worth, path), row.predicted
@@ -108,7 +108,7 @@ class SuffixDrafter(TokenDrafter):
         tokens = predicted.following(len(path) + most)
         if tokens[: len(path)] != list(path) or len(tokens) == len(path):
             return found
-        return Found(tokens[len(path) :], min(predicted.matched + len(path), self._context), Origin.PREDICTION)
+        return SuffixMatch(tokens[len(path) :], min(predicted.matched + len(path), self._context), Origin.PREDICTION)
 
     def _row(self, request: DraftRequest) -> _Indexed:
         if request.id not in self._running:
@@ -121,24 +121,24 @@ class SuffixDrafter(TokenDrafter):
         row.tokens = request.tokens
         return row
 
-    def _best(self, request: DraftRequest, row: _Indexed, worth: Worth) -> Found:
-        """What the grammar forces; else the predicted text or a known suffix, whichever follows more tokens."""
+    def _best(self, request: DraftRequest, row: _Indexed, worth: Worth) -> SuffixMatch:
+        """Tokens forced by the grammar; else the predicted text or a known suffix, whichever matches more tokens."""
         constraint = request.transforms.constraint
         forced: list[int] = []
         if constraint is not None:
             with blamed_on(request.id):
                 forced = constraint.forced(request.tokens[request.prompt_length :])
         if forced:
-            return Found(forced[: min(self.limit, request.limit)], self._context, Origin.GRAMMAR)
+            return SuffixMatch(forced[: min(self.limit, request.limit)], self._context, Origin.GRAMMAR)
         found, predicted = self._follow(request, row, worth), row.predicted
         if predicted is None or predicted.matched < found.matched:
             return found
         most = min(self.limit, request.limit, int(self._factor * predicted.matched) + 1)
         tokens = predicted.following(most)
-        return Found(tokens, predicted.matched, Origin.PREDICTION) if tokens else found
+        return SuffixMatch(tokens, predicted.matched, Origin.PREDICTION) if tokens else found
 
     def _read(self, row: _Indexed) -> None:
-        """Count the tokens that the request committed since the last call."""
+        """Index the tokens that the request committed since the last call."""
         start = len(row.read)
         row.read.extend(row.tokens[start:])
         for key, token in _contexts(row.read, start, self._context):
@@ -148,8 +148,8 @@ class SuffixDrafter(TokenDrafter):
         if row.predicted is not None and len(row.read) > row.prompt_length:
             row.predicted.read(row.read[row.prompt_length :], max(start - row.prompt_length, 0))
 
-    def _follow(self, request: DraftRequest, row: _Indexed, worth: Worth, path: Sequence[int] = ()) -> Found:
-        """The draft (the most frequent successor, then its most frequent one, and so on) and the first match's size."""
+    def _follow(self, request: DraftRequest, row: _Indexed, worth: Worth, path: Sequence[int] = ()) -> SuffixMatch:
+        """Follow the most frequent successors, token by token; the result has the length of the first match."""
         others = row.shared if _may_share(request) else None
         near = tuple([*row.read[-self._context :], *path][-self._context :][::-1])
         draft: list[int] = []
@@ -171,10 +171,10 @@ class SuffixDrafter(TokenDrafter):
                 break
             draft.append(known.best)
             near = (known.best, *near[: self._context - 1])
-        return Found(draft, matched)
+        return SuffixMatch(draft, matched)
 
     def release(self, request_id: int) -> None:
-        """Move the tokens of a request that has ended, its last round included, to the finished requests."""
+        """Move the tokens of an ended request, its last round included, to the finished requests."""
         row = self._running.pop(request_id, None)
         if row is not None and row.shared is not None and self._memory is not None:
             self._read(row)
@@ -182,16 +182,16 @@ class SuffixDrafter(TokenDrafter):
 
 
 def _may_share(request: DraftRequest) -> bool:
-    """Whether the request's random numbers are certainly not those that drew the tokens of other requests."""
+    """Whether the request's random numbers certainly differ from those that drew other requests' tokens."""
     params = request.transforms.params
     return params.seed is None or params.temperature == 0
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a lookup gives for a request: tokens to draft, and the length of the known suffix that they follow.
+class SuffixMatch:
+    """The result of a lookup: tokens to draft, and the length of the known suffix that they follow.
 
-    They are from known text, from the request's prediction, or forced by its grammar (`origin`).
+    The tokens are from known text, from the request's prediction, or forced by its grammar (`origin`).
     """
 
     tokens: list[int]
@@ -200,7 +200,7 @@ class Found:
 
 
 class _Indexed:
-    """A running request: all its tokens, those that were counted, its own index, and the text predicted for it."""
+    """A running request: its tokens, those that are indexed, its own index, and its predicted text."""
 
     def __init__(self, prompt_length: int, predicted: PredictedText | None, shared: _ContextTree | None) -> None:
         self.prompt_length = prompt_length
@@ -212,7 +212,7 @@ class _Indexed:
 
 
 class _FinishedRequests:
-    """An index of requests, running and finished, for each salt; and the finished requests that are still in one."""
+    """One index of running and finished requests for each salt, and the finished requests that are still indexed."""
 
     def __init__(self, context: int, capacity: int) -> None:
         self.finished: deque[tuple[_ContextTree, list[int]]] = deque()
@@ -241,7 +241,7 @@ class _FinishedRequests:
 
 
 def _contexts(tokens: list[int], start: int, size: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Each token from `start` on, as pairs (the at most `size` tokens before it, newest first; the token)."""
+    """Pairs of context and token for each token from `start` on; contexts have up to `size` tokens, newest first."""
     base = max(start - size, 0)
     back = tuple(tokens[base:][::-1]) + (() if base else (_START,))
     for place in range(max(start, 1), len(tokens)):
@@ -362,7 +362,7 @@ class _ContextNode:
 
 
 def _common(label: tuple[int, ...], tokens: tuple[int, ...], at: int) -> int:
-    """How many tokens of a label are equal to the tokens from a place on."""
+    """Length of the common prefix of a label and the tokens from a position on."""
     for size, token in enumerate(label[: len(tokens) - at]):
         if tokens[at + size] != token:
             return size

@@ -1,1 +1,1 @@
-"""The decode loop and what it conducts: sequences, statistics, and the composition of parts."""
+"""The decode loop, its requests and their scheduling, statistics, and the registry of parts."""

@@ -1,4 +1,4 @@
-"""How much of a prompt is read in a round, so that the requests that are decoded beside it do not wait long."""
+"""Chunked prefill: how many prompt tokens a round reads, so that requests in decoding do not wait long."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 EXTRA = 0.6  # time of a round beyond a usual one, as a share of it
 FIRST, LEAST, MOST = 8, 2, 512  # tokens
-EVEN = 512  # tokens before one at which attending to them is taken to cost as much as all else of a token
-REFRESH = 32  # rounds with portions after which one without shows what a usual round takes
-_WINDOW, _PORTIONS = 5, 15  # newest rounds that count: of each number of requests, and with portions
-_FLOOR = 0.02  # least time of a portion, as a share of a usual round
+EVEN = 512  # depth at which attention is assumed to cost as much as everything else of a token
+REFRESH = 32  # rounds with chunks after which one without shows what a usual round takes
+_WINDOW, _CHUNKS = 5, 15  # newest rounds that count: of each number of requests, and with chunks
+_FLOOR = 0.02  # least time of a chunk, as a share of a usual round
 
 
 class _Added(NamedTuple):
-    """What a portion has added to a round."""
+    """The time that a chunk added to a round."""
 
     seconds: float  # for one token
     tokens: int
@@ -25,15 +25,14 @@ class _Added(NamedTuple):
 
 
 class ChunkSize:
-    """Chooses the number of prompt tokens that a round reads, by what rounds with and without them have taken.
+    """Chooses the number of prompt tokens of a round from the measured times of rounds with and without chunks.
 
-    A usual round is one of as many requests as run: those whose prompts are read will soon make it as long. What a
-    round takes without portions is known for each number of tokens in the target's pass that was seen, one of each
-    request and those that are drafted, and for others by the line through two of them. A token takes the median of what
-    portions have added to such rounds, where about as many tokens stood before those of the portion; what was measured
-    at another depth counts as if the cost grew evenly with it, and twice as high EVEN tokens deep as at the beginning.
-    Drafting, which may take another time in each round, counts by itself. A round with a portion may take the share
-    `extra` of a usual one beyond it.
+    The reference is a usual round of all running requests, since those that read their prompts will soon be decoded
+    too. The time of a round without chunks is known for each number of tokens in the target's pass that occurred (one
+    for each request, plus drafted tokens), and interpolated linearly for others. The time of a prompt token is the
+    median of what chunks added to such rounds at a similar depth. A figure from another depth is scaled: the cost is
+    assumed to grow linearly with the depth, and to be twice as high at depth EVEN as at the beginning. Drafting time
+    varies from round to round and is counted separately. A round with a chunk may take `extra` of a usual round longer.
     """
 
     def __init__(self, extra: float = EXTRA) -> None:
@@ -44,7 +43,7 @@ class ChunkSize:
         self._since = 0
 
     def size(self, decoded: int, running: int, depth: int = 0) -> int:
-        """Tokens for the next round, in which of `running` requests those `decoded` get tokens; `depth` are read."""
+        """Chunk size for the next round, in which `decoded` of the `running` requests are decoded, at this depth."""
         if not self._added:
             return max(FIRST * EVEN // (EVEN + depth), LEAST)
         if self._since >= REFRESH:
@@ -53,14 +52,14 @@ class ChunkSize:
         room += self._extra * statistics.median(self._drafting)
         figures = self._added[min(self._added, key=lambda each: abs(each - _magnitude(depth)))]
         token = _middle((each.seconds * (EVEN + depth) / (EVEN + each.depth), each.tokens) for each in figures)
-        largest = max(each.tokens for each in figures)  # nothing is known of much larger ones
+        largest = max(each.tokens for each in figures)  # the cost of much larger chunks is unknown
         return int(min(max(room / token, LEAST), 2 * largest, MOST))
 
-    def spent(self, seconds: float, tokens: int, others: int, drafting: float = 0.0, depth: int = 0) -> None:
-        """Take in the time of a round, besides `drafting`.
+    def record_time(self, seconds: float, tokens: int, others: int, drafting: float = 0.0, depth: int = 0) -> None:
+        """Record the time of a round, without its `drafting`.
 
-        It has read `tokens` of prompts, which stand `depth` tokens deep on average. `others` are in the target's pass
-        too: one for each request that was decoded, and what was drafted.
+        The round read `tokens` of prompts, at a mean depth of `depth`. The target's pass had `others` besides: one
+        token for each decoded request, and the drafted ones.
         """
         self._drafting.append(drafting)
         if not tokens:
@@ -71,10 +70,10 @@ class ChunkSize:
         if self._usual:
             usual = self._round(others)
             added = _Added(max(seconds - usual, _FLOOR * usual) / tokens, tokens, depth)
-            self._added.setdefault(_magnitude(depth), deque(maxlen=_PORTIONS)).append(added)
+            self._added.setdefault(_magnitude(depth), deque(maxlen=_CHUNKS)).append(added)
 
     def _round(self, rows: int) -> float:
-        """Seconds of a round without portions; of more tokens than were seen, at most twice those of the most."""
+        """Seconds of a round without chunks; beyond the largest measured size, at most twice the time of that size."""
         known = sorted(self._usual)
         place = min(max(bisect_left(known, rows), 1), len(known) - 1)
         below, above = (known[0], known[-1]) if rows > known[-1] else (known[place - 1], known[place])
@@ -86,12 +85,12 @@ class ChunkSize:
 
 
 def _magnitude(depth: int) -> int:
-    """Depths that count together: up to EVEN tokens, up to twice as many, and so on."""
+    """The bucket of a depth: up to EVEN tokens, up to twice as many, and so on."""
     return (depth // EVEN).bit_length()
 
 
 def _middle(figures: Iterable[tuple[float, int]]) -> float:
-    """The median of figures, each of which counts as often as its second number says."""
+    """The weighted median of (figure, weight) pairs."""
     ordered = sorted(figures)
     left = sum(weight for _, weight in ordered) / 2
     for value, weight in ordered:

@@ -1,4 +1,4 @@
-"""The check whether a drafter and a rule fit together, for declared names and for the parts of an engine."""
+"""Checks whether a drafter and a rule fit together, for declared names and for the parts of an engine."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from draftproof.verifiers.base import Verifier
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterTraits:
-    """How a drafter composes with models and rules: declared by its part, or read off a drafter that is made."""
+    """The traits by which a drafter fits models and rules: declared by its part, or read from a drafter object."""
 
     name: str = ""  # with its argument
     branching: bool = False  # whether its drafts may branch
     point_masses: bool = False  # whether its tokens come without probabilities
-    # Whether each draft is as long as its request allows; a stopper decides it where there is one.
+    # Whether each draft is as long as its request allows; the stopper decides it if there is one.
     constant_length: bool = False
     # Whether it can draft after every token, so that its lengths are as constant as its stopper's.
     full_vocabulary: bool = True
-    stationary: bool = True  # whether its probabilities after a text are the same in every round
-    shares_cache: bool = False  # whether it works inside the target's own cache
+    stationary: bool = True  # whether its probabilities after the same text are the same in every round
+    shares_cache: bool = False  # whether it works inside the target's cache
     reads_states: bool = False  # whether it reads the target's hidden states
     reads_draft: bool = False  # whether it needs a draft model
-    accepts_draft_model: bool = False  # whether it uses a draft model where there is one
-    # Whether its drafts depend on the time of earlier rounds; known of a drafter that is made.
-    depends_on_clock: bool = False
+    accepts_draft_model: bool = False  # whether it uses a draft model if there is one
+    depends_on_clock: bool = False  # whether its drafts depend on the time of earlier rounds; set for objects only
 
     @classmethod
     def of(cls, drafter: Drafter) -> DrafterTraits:
-        """What the contract of a drafter says."""
+        """The traits of a drafter object."""
         return cls(
             name=drafter.name,
             branching=drafter.branching,
@@ -41,13 +40,13 @@ class DrafterTraits:
 
     @property
     def constant(self) -> bool:
-        """Whether drafts have one length, and the same probabilities after a text in every round."""
+        """Whether all drafts have the same length, and the same probabilities after the same text in every round."""
         return self.constant_length and self.full_vocabulary and self.stationary
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifierTraits:
-    """How a rule composes with drafters; see `Verifier` for the fields."""
+    """The traits by which a rule fits drafters; `Verifier` explains the fields."""
 
     name: str
     branching: bool
@@ -57,7 +56,7 @@ class VerifierTraits:
 
     @classmethod
     def of(cls, verifier: Verifier) -> VerifierTraits:
-        """What the contract of a rule says."""
+        """The traits of a verifier object."""
         return cls(**{each.name: getattr(verifier, each.name) for each in fields(cls)})
 
 
@@ -68,38 +67,38 @@ def incompatible_reason(drafter: DrafterTraits, verifier: VerifierTraits) -> str
     """Why a drafter and a rule do not fit together; None if they do."""
     if drafter.branching and verifier.shared_noise:
         return (
-            f"drafter {drafter.name} draws several tokens for one place, and with rule {verifier.name} they would all "
-            "be equal, since draws for one place share their noise: use one chain"
+            f"drafter {drafter.name} draws several tokens for one position, but with rule {verifier.name} they would "
+            "all be equal, since draws for one position share their noise: use one chain"
         )
     if drafter.branching and not verifier.branching:
-        return f"drafter {drafter.name} drafts trees, and rule {verifier.name} verifies chains only"
+        return f"drafter {drafter.name} drafts trees, but rule {verifier.name} verifies chains only"
     if drafter.point_masses and not verifier.point_masses:
-        return f"rule {verifier.name} needs the draft's probabilities, and drafter {drafter.name} has none"
+        return f"rule {verifier.name} needs the draft's probabilities, but drafter {drafter.name} has none"
     if verifier.constant_length and not drafter.constant:
         return (
             f"rule {verifier.name} is exact only for drafts of constant length whose probabilities after a text are "
-            f"the same in every round, and those of {drafter.name} are not"
+            f"the same in every round, but those of {drafter.name} are not"
         )
     return None
 
 
 def unbounded_reason(drafter: Drafter, verifier: Verifier) -> str | None:
-    """Why the drafted tokens of a round cannot be bounded with these parts; None where they can."""
+    """Why a draft budget cannot be used with these parts; None if it can."""
     if drafter.branching:
         return (
-            f"draft_budget chooses among single chains, and drafter {drafter.name} drafts trees: leave it out, or use "
+            f"draft_budget chooses among single chains, but drafter {drafter.name} drafts trees: leave it out, or use "
             "a drafter of one chain"
         )
     if verifier.constant_length:
         return (
-            f"rule {verifier.name} is exact only for drafts of constant length, and draft_budget makes lengths vary: "
+            f"rule {verifier.name} is exact only for drafts of constant length, but draft_budget makes lengths vary: "
             "leave one of them out"
         )
     return None
 
 
 def no_rollback_reason(target: Backend) -> str:
-    """Why nothing can be drafted for a target, in words; empty where drafts can be taken back."""
+    """Why nothing can be drafted for a target; empty if drafts can be taken back."""
     if target.capabilities.rollback:
         return ""
     reason = why_plain(target)

@@ -1,6 +1,6 @@
-"""Costs of rounds and acceptance rates from one run to the next, in files: the next run begins with them.
+"""Files with round costs and acceptance rates, from which the next run starts.
 
-They are only a beginning. Every round corrects them, and figures that contradict them outvote them within a few rounds.
+They are only starting values: every round updates them, and contradicting measurements replace them in a few rounds.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class Learner(Protocol):
 
     @property
     def timed(self) -> bool:
-        """Whether it learns from the time of rounds at all."""
+        """Whether it learns from the time of rounds."""
 
     def to_dict(self) -> dict[str, Any]:
-        """What it has learned; empty where that is nothing yet."""
+        """The learned figures; empty if there are none yet."""
 
     def restore(self, found: dict[str, Any]) -> None:
-        """Begin with what `to_dict` gave in an earlier run.
+        """Start from what `to_dict` returned in an earlier run.
 
         Raises:
-            KeyError, TypeError, ValueError, AttributeError: it has another form.
+            KeyError, TypeError, ValueError, AttributeError: the figures have another form.
         """
 
 
 class CostFile:
-    """The file of what an engine's drafter has learned; the engine is made by names, so that the next run finds it."""
+    """The file with the learned figures of an engine's drafter; its name is a hash of the models' and parts' names."""
 
     def __init__(self, engine: DecodingLoop) -> None:
         self._key = _key(engine)
@@ -69,16 +69,16 @@ class CostFile:
             return
         try:
             self._learner.restore(found["figures"])
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with what was kept, it is only a beginning
+        except Exception as error:  # noqa: BLE001 - an unreadable file must not stop a run: it has starting values only
             _log.info("the figures of %s have another form (%s): not used", self._key, reason(error))
 
     def idle(self) -> None:
-        """Write, if the last time was long ago; for moments in which no request runs."""
+        """Write if the last write was long ago; called when no request runs."""
         if time.monotonic() - self._written > PAUSE:
             self.write()
 
     def write(self) -> None:
-        """Write what was learned."""
+        """Write the learned figures."""
         self._written = time.monotonic()
         if self._learner is None or self._given_up or not (figures := self._learner.to_dict()):
             return
@@ -86,19 +86,19 @@ class CostFile:
         if not _STORE.keep(self._file, partial(Path.write_text, data=text + "\n", encoding="utf-8")):
             self._given_up = True
             _log.warning(
-                "%s cannot be written, so every start learns again what rounds cost: set DRAFTPROOF_HOME to a folder "
-                "that can",
+                "%s cannot be written, so every start measures round costs again: set DRAFTPROOF_HOME to a writable "
+                "folder",
                 _STORE.folder / self._file,
             )
 
 
-def _write_at_exit(kept: weakref.ref[CostFile]) -> None:
-    if (found := kept()) is not None:
-        found.write()
+def _write_at_exit(reference: weakref.ref[CostFile]) -> None:
+    if (file := reference()) is not None:
+        file.write()
 
 
 def _key(engine: DecodingLoop) -> str:
-    """A key in the file: the models, their types, the device, and the machine's threads."""
+    """The key of a file: the models, their number formats, the parts, the device, and the machine's threads."""
     target, drafter = engine.target, engine.drafter
     models = drafter.backends if isinstance(drafter, SessionDrafter) else ()
     names = (

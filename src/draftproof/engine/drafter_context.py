@@ -1,4 +1,4 @@
-"""What a drafter declares of itself, and what it is made of."""
+"""The declaration of a drafter, and the context that it is made from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.base import TargetHead
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
-from draftproof.drafters.head import FollowingModel, following_drafter
+from draftproof.drafters.head import HeadDraftModel, head_drafter
 from draftproof.engine.composition import DrafterTraits
 from draftproof.engine.parts import Part, StopperPart
 from draftproof.engine.stopper_parts import DEFAULT_STOPPER, make_stopper
@@ -25,18 +25,18 @@ from draftproof.verifiers.base import Verifier
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter can be made of."""
+    """Everything that a drafter can be made from."""
 
     target: Backend
-    draft: Backend | None  # the draft model's, where there is one
-    stopper: str  # its specification
-    spec: str  # the drafter's own specification
-    part: DrafterPart  # what that names
-    argument: str  # and what stands behind the name
-    changes: dict[str, Any]  # temperature and top_k of the draft, where they differ from the request's
-    bits: int | None = None  # of the weights of a head, where they are quantized; the draft model is quantized already
-    rule: Verifier | None = None  # that will verify the drafts; None where it is not known
-    ready: Stopper | None = None  # the stopper itself, where it is made already
+    draft: Backend | None  # the draft model, if there is one
+    stopper: str  # specification of the stopper
+    spec: str  # specification of the drafter
+    part: DrafterPart  # the declaration that `spec` names
+    argument: str  # the argument in `spec`
+    changes: dict[str, Any]  # temperature and top_k of the draft, if they differ from the request's
+    bits: int | None = None  # bits of a quantized head's weights; the draft model is already quantized
+    rule: Verifier | None = None  # the rule that will verify the drafts; None if unknown
+    ready: Stopper | None = None  # the stopper, if it is already made
     budget: float = math.inf  # drafted tokens of a round, over all its requests
 
     def make_stopper(self) -> Stopper:
@@ -50,50 +50,53 @@ class DrafterContext:
         assert self.draft is not None, "checked by make_drafter"
         return DraftModel(self.draft, vocab_size=self.target.vocab_size, **self.changes)
 
-    def following(self, head: TargetHead, name: str, chains: int) -> Drafter:
-        """The drafter from a head that follows the target."""
-        model, stopper = FollowingModel(head, self.target_backend(name), **self.changes), self.make_stopper()
+    def head_drafter(self, head: TargetHead, name: str, chains: int) -> Drafter:
+        """The drafter of a head on the target's hidden states."""
+        model, stopper = HeadDraftModel(head, self.target_backend(name), **self.changes), self.make_stopper()
         if head.deepest is not None and isinstance(stopper, Auto):
-            stopper.limit = min(stopper.limit, head.deepest)  # more tokens would promise what is never drafted
-        return following_drafter(model, stopper, name, chains=chains)
+            stopper.limit = min(stopper.limit, head.deepest)  # longer drafts never happen, so they must not be planned
+        return head_drafter(model, stopper, name, chains=chains)
 
     def target_backend(self, name: str) -> SlotBackend:
-        """The target, for drafters that work inside it; a UserError where it has no slot cache."""
+        """The target, for drafters that share its cache; raises UserError if it has no slot cache."""
         if not isinstance(self.target, SlotBackend):
-            raise UserError(f"drafter {name} works inside a model's cache, and {self.target.name} has none")
+            raise UserError(
+                f"drafter {name} works inside the target's slot cache, but {self.target.name} has none: choose "
+                "another drafter"
+            )
         return self.target
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterPart(Part):
-    """A drafter."""
+    """The declaration of a drafter."""
 
-    make: Callable[[DrafterContext, str], Drafter]  # from materials and argument
-    # How it composes, before its argument and its stopper are known.
+    make: Callable[[DrafterContext, str], Drafter]  # from context and argument
+    # Its traits, before its argument and its stopper are known.
     traits: DrafterTraits = field(default_factory=DrafterTraits)
-    learns: bool = False  # whether it drafts from earlier requests, too
+    learns: bool = False  # whether it also drafts from earlier requests
     stops: bool = True  # whether a stopper ends its drafts
-    rates: AcceptanceRates = ASSUMED  # how often its tokens are accepted, before anything is counted
-    # From materials and argument, what drafting a token costs in target passes, before anything is measured.
+    rates: AcceptanceRates = ASSUMED  # assumed acceptance rates before anything is counted
+    # From context and argument: the assumed cost of a drafted token in target passes, before anything is measured.
     share: Callable[[DrafterContext, str], float] = field(default=lambda *_: 0.1)
-    branches: Callable[[str], bool] = field(default=lambda _: False)  # from the argument, whether its drafts may branch
-    # From the argument, how many i.i.d. chains it draws; 1 for a tree.
+    branches: Callable[[str], bool] = field(default=lambda _: False)  # from the argument: whether its drafts may branch
+    # From the argument: the number of i.i.d. chains; 1 for a tree.
     chains: Callable[[str], int] = field(default=lambda _: 1)
-    # Refuses an argument that cannot be read, for drafters that `make` needs a loaded target for.
+    # Refuses an invalid argument before the target is loaded, which `make` needs.
     check: Callable[[str], object] = field(default=lambda _: None)
 
     @property
     def catches_up(self) -> bool:
-        """Whether it must first read what others drafted: not where its cache is the target's own."""
+        """Whether it must first read what others drafted; not if it shares the target's cache."""
         return not self.traits.shares_cache or self.traits.reads_states
 
     @property
     def takes_length(self) -> bool:
-        """Whether its argument is the length of a draft, which a stopper sets for other drafters."""
+        """Whether its argument is the draft length, which a stopper sets for other drafters."""
         return not self.stops and bool(self.argument)
 
     def traits_with(self, argument: str, stopper: StopperPart | None) -> DrafterTraits:
-        """How it composes, with an argument and a stopper."""
+        """Its traits with an argument and a stopper."""
         return replace(
             self.traits,
             name=f"{self.name}:{argument}" if argument else self.name,
@@ -103,7 +106,7 @@ class DrafterPart(Part):
 
 
 def assuming(parts: DrafterContext, passes: DraftCosts) -> Auto:
-    """The stopper `auto` of a drafter, with what can be assumed before anything is known."""
+    """The stopper `auto` of a drafter, with assumed costs and rates."""
     share = parts.part.share(parts, parts.argument)
     costs = LearnedCosts(replace(UNKNOWN, draft=share + UNKNOWN.token), passes)
     return Auto(costs, assumed=parts.part.rates, catches_up=parts.part.catches_up, most=parts.budget)

@@ -1,4 +1,4 @@
-"""Every drafter, declared once: its name and argument, what it reads, what it composes with."""
+"""The declarations of all drafters: name, argument, what they read, which rules they fit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _tree(parts: DrafterContext, argument: str) -> Drafter:
 
 
 def _layers_and_chains(argument: str) -> list[int]:
-    """The numbers of L or LxK."""
+    """The numbers in L or LxK."""
     found = numbers(argument, "early_exit:20x4")
     if not 1 <= len(found) <= 2:
         raise UserError(
@@ -61,7 +61,7 @@ def _layers_and_chains(argument: str) -> list[int]:
 
 
 def _bits_and_chains(argument: str) -> list[int]:
-    """The numbers of B or BxK."""
+    """The numbers in B or BxK."""
     found = numbers(argument, "quantized:4x2") or [BITS[0]]
     if len(found) > 2 or found[0] not in BITS:
         raise UserError(
@@ -74,7 +74,7 @@ def _bits_and_chains(argument: str) -> list[int]:
 def _inside(
     name: str, part: Callable[[SlotBackend, int], SelfDraftBackend], read: Callable[[str], list[int]]
 ) -> Callable[[DrafterContext, str], Drafter]:
-    """A drafter from a smaller form of the target, made from one number, and the number of chains."""
+    """A drafter from a smaller form of the target; its argument is one number, and the number of chains."""
 
     def build(parts: DrafterContext, argument: str) -> Drafter:
         size, *chains = read(argument)
@@ -88,27 +88,27 @@ def _feature_head(parts: DrafterContext, argument: str) -> Drafter:
     where, chains = directory(argument) if argument else (SHIPPED_FEATURE_HEADS.get(parts.target.name), 1)
     if where is None:
         raise UserError(
-            f"drafter feature_head needs the directory of one, for example feature_head:heads/mine: none ships for "
-            f"{parts.target.name} (one ships for {', '.join(SHIPPED_FEATURE_HEADS)}); draftproof train makes them"
+            f"drafter feature_head needs the directory of a head, for example feature_head:heads/mine: none ships for "
+            f"{parts.target.name} (one ships for {', '.join(SHIPPED_FEATURE_HEADS)}); draftproof train makes heads"
         )
     target = parts.target_backend("feature_head")
-    return parts.following(FeatureBackend(target, load_net(where), parts.bits), "feature_head", chains)
+    return parts.head_drafter(FeatureBackend(target, load_net(where), parts.bits), "feature_head", chains)
 
 
 def _lookup(make: Callable[..., Drafter], example: str) -> Callable[[DrafterContext, str], Drafter]:
-    """A drafter that reads tokens only, with its longest draft as its argument."""
+    """A drafter that reads tokens only; its argument is the length of its longest draft."""
 
     def build(parts: DrafterContext, argument: str) -> Drafter:  # noqa: ARG001
         found = numbers(argument, example)
         if len(found) > 1:
-            raise UserError(f"expected one whole number, for example {example}, got {argument!r}")
+            raise UserError(f"expected one integer, for example {example}, got {argument!r}")
         return make(*found)
 
     return build
 
 
 def _auto_drafter(parts: DrafterContext, argument: str) -> Drafter:
-    """What is at hand for a target, to choose from in every round; with a stopper other than auto the first of it."""
+    """The drafter that chooses among all available sources; with a stopper other than auto, the first of them."""
     if why := no_rollback_reason(parts.target):
         if argument:
             raise UserError(f"{why}: leave out the head {argument!r}")
@@ -116,7 +116,7 @@ def _auto_drafter(parts: DrafterContext, argument: str) -> Drafter:
             raise UserError(f"{why}: leave out the draft model {parts.draft.name!r}")
         return NoDrafter()
     _one_chain_of_head(argument)
-    names = list(_at_hand(parts, argument))
+    names = list(_available(parts, argument))
     if parts.stopper != DEFAULT_STOPPER:
         return _first_that_fits(parts, names, argument)
     common = DraftCosts()
@@ -142,13 +142,13 @@ def _one_chain_of_head(argument: str) -> None:
     if part.name == "auto" or not part.traits.reads_states or part.branches(own):
         raise UserError(
             f"drafter auto: expected the drafter of a head after auto:, with one chain, as auto:eagle3:heads/mine has "
-            f"it, got {argument!r}; draft models are named with draft (--draft), and auto looks up by itself"
+            f"it, got {argument!r} (draft models are named with draft (--draft), and auto uses lookups by itself)"
         )
     part.check(own)
 
 
-def _at_hand(parts: DrafterContext, argument: str) -> Iterator[str]:
-    """Names of the drafters from models that a target has; the first are a user's, then the cheapest."""
+def _available(parts: DrafterContext, argument: str) -> Iterator[str]:
+    """Names of the model-based drafters that a target has: first those that the user names, then the cheapest."""
     if argument:
         yield argument
     if parts.draft is not None:
@@ -167,7 +167,7 @@ def _at_hand(parts: DrafterContext, argument: str) -> Iterator[str]:
 
 
 def _first_that_fits(parts: DrafterContext, names: Sequence[str], argument: str) -> Drafter:
-    """The first drafter that the rule takes, or the one that `argument` names; plain decoding where there is none."""
+    """The drafter that `argument` names, or the first that fits the rule; plain decoding if there is none."""
     for name in names:
         if name != argument and parts.rule and why_not(name, parts.stopper, parts.rule.name):
             continue
@@ -175,20 +175,20 @@ def _first_that_fits(parts: DrafterContext, names: Sequence[str], argument: str)
         try:
             return found.part.make(found, found.argument)
         except UserError as error:
-            if name in (argument, "model"):  # a user's own
+            if name in (argument, "model"):  # the user asked for it
                 raise
-            _log.warning("drafter %s cannot be made (%s): decoding goes on without it", name, error)
+            _log.warning("drafter %s cannot be used (%s): decoding continues without it", name, error)
     return NoDrafter()
 
 
 def _named(parts: DrafterContext, name: str) -> DrafterContext:
-    """The same materials for the drafter of another name."""
+    """The same context for another drafter."""
     part, argument = find_drafter(name)
     return replace(parts, spec=name, part=part, argument=argument)
 
 
 def _model_share(parts: DrafterContext, argument: str) -> float:  # noqa: ARG001
-    """The draft model's weights as a share of the target's; an estimate from widths and depths."""
+    """The size of the draft model's weights as a share of the target's; an estimate from widths and depths."""
     if parts.draft is None:
         return UNKNOWN.draft
     small = info(parts.draft)
@@ -197,7 +197,7 @@ def _model_share(parts: DrafterContext, argument: str) -> float:  # noqa: ARG001
 
 
 def _quantized_share(parts: DrafterContext, argument: str) -> float:
-    """The bits of a weight and its share of scale and offset, as a share of the target's."""
+    """The bits of a weight, scale and offset included, as a share of the target's."""
     target = info(parts.target)
     return UNKNOWN.draft if target is None else (_bits_and_chains(argument)[0] + 1) / (8 * target.dtype.itemsize)
 
@@ -214,7 +214,7 @@ def _steps(parts: DrafterContext, name: str, stopper: Auto) -> Iterator[ModelDra
     target = parts.target_backend(name)
     needed, free = round(QUANTIZED_SHARE * target.facts.size), available(target.device)
     if free is not None and free < MARGIN * needed:
-        raise UserError(f"its weights take {needed >> 20} MiB, and {free >> 20} MiB of memory are free")
+        raise UserError(f"its weights need {needed >> 20} MiB, but only {free >> 20} MiB of memory are free")
     quantized = None
     for quantized in target.quantizing(int(argument)):
         if quantized is None:
@@ -235,16 +235,16 @@ DRAFTERS: dict[str, DrafterPart] = {
             name="auto",
             argument="HEAD",
             example="auto:eagle3:heads/mine",
-            about="in every round what pays most: the draft model, the target's own prediction layers, a head that "
-            "ships for it or whose drafter is named (auto:eagle3:HEAD), the target with weights of 4 bits, repeated "
-            "passages, or nothing (default)",
+            about="in every round the best of the draft model, the target's own prediction layers, a head that ships "
+            "for it or is named (auto:eagle3:HEAD), the target with 4-bit weights, repeated passages, and nothing "
+            "(default)",
             make=_auto_drafter,
             traits=replace(HEAD, accepts_draft_model=True),
             check=_one_chain_of_head,
         ),
         DrafterPart(
             name="none",
-            about="nothing is drafted: plain decoding",
+            about="no drafts: plain decoding",
             make=lambda *_: NoDrafter(),
             traits=DrafterTraits(constant_length=True),
             stops=False,
@@ -305,8 +305,8 @@ DRAFTERS: dict[str, DrafterPart] = {
             name="feature_head",
             argument="DIR",
             example="feature_head:heads/mine",
-            about="one chain from a trained layer over the target's states; feature_head:DIRxK makes K chains; "
-            f"without DIR the one that ships for the target ({', '.join(SHIPPED_FEATURE_HEADS)})",
+            about="one chain from a trained layer over the target's hidden states; feature_head:DIRxK makes K chains; "
+            f"without DIR the head that ships for the target ({', '.join(SHIPPED_FEATURE_HEADS)})",
             make=_feature_head,
             traits=HEAD,
             branches=has_several_chains,
@@ -340,12 +340,12 @@ _EXTENDED = re.compile(r"(?P<first>.+)\+(?P<lookup>suffix(:[0-9]+)?)")
 
 
 def _extended(first: str, lookup: str) -> DrafterPart:
-    """The part of a drafter whose chains are extended by lookups; only one that draws single chains has it."""
+    """The part of a drafter whose chains are extended by lookups; it must draw single chains."""
     part, argument = find_drafter(first)
     if part.name == "auto" or not part.stops or part.branches(argument):
         raise UserError(
-            f"drafter: expected one chain of drawn tokens before +{lookup}, as model+{lookup} has it, got {first} "
-            "(auto extends chains by itself where that pays)"
+            f"drafter: expected a drafter of one drawn chain before +{lookup}, such as model+{lookup}, got {first} "
+            "(auto extends chains by itself if that pays)"
         )
 
     def make(parts: DrafterContext, _: str) -> Drafter:
@@ -367,23 +367,23 @@ def _extended(first: str, lookup: str) -> DrafterPart:
 
 
 def find_drafter(spec: str) -> tuple[DrafterPart, str]:
-    """The part that "name" or "name:argument" names, and the argument; "...+suffix:N" extends its chains by lookups."""
+    """The part and argument of "name" or "name:argument"; "...+suffix:N" extends its chains by lookups."""
     if found := _EXTENDED.fullmatch(spec):
         return _extended(found["first"], found["lookup"]), ""
     return find(DRAFTERS, spec, "drafter", ", ".join(part.form for part in DRAFTERS.values()))
 
 
 def reads_draft(spec: str | None) -> bool:
-    """Whether a drafter reads a draft model where there is one; without a name the default drafter."""
+    """Whether a drafter uses a draft model if there is one; None is the default drafter."""
     traits = find_drafter(spec or DEFAULT_DRAFTER)[0].traits
     return traits.reads_draft or traits.accepts_draft_model
 
 
 def why_not(drafter: str, stopper: str | None, verifier: str) -> str | None:
-    """Why parts of these names do not compose, in the engine's words; None where they do. Nothing is loaded."""
+    """Why these parts do not fit together, as the engine's error says; None if they do. Nothing is loaded."""
     part, argument = find_drafter(drafter)
-    ends = find_stopper(stopper)[0] if stopper else None
+    stopper_part = find_stopper(stopper)[0] if stopper else None
     rule = find_verifier(verifier)[0]
     if stopper and not part.stops:
         return f"drafter {part.name} takes no stopper"
-    return incompatible_reason(part.traits_with(argument, ends), rule.traits)
+    return incompatible_reason(part.traits_with(argument, stopper_part), rule.traits)

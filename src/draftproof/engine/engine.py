@@ -1,4 +1,4 @@
-"""Engine: the decoding loop, made from names of models and parts."""
+"""Engine: the decoding loop, built from the names of models and parts."""
 
 from __future__ import annotations
 
@@ -34,50 +34,50 @@ from draftproof.verifiers.base import Verifier
 
 
 class Engine(DecodingLoop):
-    """Generates from a target model, speculatively when it is given a drafter; arguments as of `DecodingLoop`."""
+    """Generates from a target model, speculatively if it has a drafter; takes the arguments of `DecodingLoop`."""
 
-    _kept: CostFile | None = None
+    _cost_file: CostFile | None = None
     _draft: DraftBackend | None = None
     _options: EngineOptions | None = None
     _named_rule: Verifier | None = None
 
     def keep_costs(self) -> None:
-        """Begin with what earlier runs learned of rounds with these models, and keep what this one learns."""
-        self._kept = CostFile(self)
+        """Start from the round costs that earlier runs measured for these models, and save those of this run."""
+        self._cost_file = CostFile(self)
 
     @override
     def idle(self) -> None:
-        """Writes what was learned."""
-        if self._kept is not None:
-            self._kept.idle()
+        """Save the measured round costs."""
+        if self._cost_file is not None:
+            self._cost_file.idle()
 
     def update_weights(
         self,
         weights: nn.Module | Mapping[str, Tensor],
         draft_weights: nn.Module | Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Go on with new weights of the target, as after a step of training; afterwards it is as if loaded with them.
+        """Replace the target's weights, for example after a training step; the engine is then as if loaded with them.
 
-        What is made of the target's weights (a quantized twin, first layers, a tied head) is made again; what was
-        learned of rounds stays. The weights are copied: a later change of the module changes nothing here.
+        Everything that was made from the old weights (a quantized copy, first layers, a tied head) is made again.
+        Measured round costs are kept. The weights are copied, so later changes to the module have no effect.
 
         Args:
             weights: a model of the same architecture, or its state dict under transformers' names.
-            draft_weights: of the draft model, where it changes too.
+            draft_weights: new weights of the draft model, if they change too.
 
         Raises:
-            UserError: requests are running, weights of another model, or a backend that cannot change them.
+            UserError: requests are running, the weights are of another model, or the backend cannot replace them.
         """
         with self._lock:
             target = self.target
             if self.busy:
-                raise UserError("weights cannot change while requests run: wait for them, or abort them")
+                raise UserError("weights cannot change while requests run: wait for the requests, or abort them")
             if self._options is None or not isinstance(target, SlotBackend):
                 raise UserError("this engine was not made by Engine.load or Engine.assemble: make a new one")
             if draft_weights is not None and self._draft is None:
-                raise UserError("draft_weights were given, and the engine has no draft model: leave them out")
-            if self._kept is not None:
-                self._kept.write()
+                raise UserError("got draft_weights, but the engine has no draft model: leave them out")
+            if self._cost_file is not None:
+                self._cost_file.write()
             draft = self._draft
             if draft is not None and draft_weights is not None:
                 draft = draft.with_weights(draft_weights)
@@ -90,7 +90,7 @@ class Engine(DecodingLoop):
             self.verifier = fresh.verifier
             self.seeded_verifier = fresh.seeded_verifier
             self._draft = draft
-            self._kept = fresh._kept  # noqa: SLF001 - of this class
+            self._cost_file = fresh._cost_file  # noqa: SLF001 - of this class
             self._schedule()
 
     @classmethod
@@ -98,20 +98,20 @@ class Engine(DecodingLoop):
     def load(
         cls, target: str, draft: str | None = None, *, options: EngineOptions | None = None, **changes: Any
     ) -> Engine:
-        """An engine from names; registered models that are not on this machine are downloaded (`models.obtain`).
+        """Load an engine by model names; registered models are downloaded if they are not on this machine.
 
-        With `tensor_parallel`, only process 0 returns and has the draft model; the others compute their parts of its
-        passes in here, and exit when it ends.
+        With `tensor_parallel`, only process 0 returns, and only it has the draft model. The other processes compute
+        their share of its passes inside this call, and exit when it ends.
 
         Args:
             target: a registered name ("embedded:target", "smollm2-135m"), hub id, directory or .gguf file.
-            draft: the draft model, named likewise; with another tokenizer it drafts the tokens that both have. Or a
-                published draft head.
-            options: how the engine is made.
-            **changes: fields of `EngineOptions`, over those of `options`: `Engine.load(name, drafter="ngram:8")`.
+            draft: the draft model, named in the same way, or a published draft head. A draft model with another
+                tokenizer drafts the tokens that both models have.
+            options: the options of the engine.
+            **changes: fields of `EngineOptions` that override `options`: `Engine.load(name, drafter="ngram:8")`.
 
         Raises:
-            UserError: a name that is none, a model that cannot be had, parts that do not fit together.
+            UserError: an unknown name, a model that cannot be loaded, or parts that do not fit together.
         """
         named = (options or EngineOptions()).changed(**({} if draft is None else {"draft": draft}), **changes)
         made = named.of_head()
@@ -121,7 +121,7 @@ class Engine(DecodingLoop):
         source = load(target, made.of_target())
         small_name = find_draft(source) if named.find_draft and named.draft is None else made.draft
         other = None if small_name is None else load(small_name, made.of_draft(), drafts_for=source)
-        tokenizer = source.tokenizer  # before weights, which take longer: one that is not known is said at once
+        tokenizer = source.tokenizer  # before the weights, which take longer: an unknown one is an error at once
         small = None if other is None or made.drafter == "none" else other.draft
         return cls.assemble(source.backend, small, tokenizer, options=made)
 
@@ -137,18 +137,18 @@ class Engine(DecodingLoop):
         rule: Verifier | None = None,
         **changes: Any,
     ) -> Engine:
-        """An engine around models that are loaded already; several engines may share them.
+        """Build an engine around models that are already loaded; several engines may share them.
 
         Args:
-            target: loaded.
-            draft: loaded, where the drafter reads one.
-            tokenizer: the target's; without one, prompts are token ids and there is no text.
-            options: how the engine is made; what it says of loading is not read.
-            rule: made by `make_verifier`; default the one that `options` names.
-            **changes: fields of `EngineOptions`, over those of `options`.
+            target: the loaded target.
+            draft: the loaded draft model, if the drafter reads one.
+            tokenizer: the target's tokenizer; without one, prompts are token ids and outputs have no text.
+            options: the options of the engine; those about loading are ignored.
+            rule: made by `make_verifier`; default the one named in `options`.
+            **changes: fields of `EngineOptions` that override `options`.
 
         Raises:
-            UserError: parts that do not fit together.
+            UserError: the parts do not fit together.
         """
         named = {} if draft is None else {"draft": draft.name}  # by which a stopper finds the head that ships for it
         made = (options or EngineOptions()).changed(**named, **changes)
@@ -163,7 +163,7 @@ class Engine(DecodingLoop):
         traits = DrafterTraits.of(part)
         chosen = rule or make_verifier(DEFAULT_TREE_VERIFIER if traits.branching else DEFAULT_VERIFIER)
         by_clock = rule is None and traits.depends_on_clock
-        # With a budget a draft depends on those of others, and requests with one seed share the numbers of their draws.
+        # With a budget, a draft depends on other requests' drafts; requests with the same seed share random numbers.
         shared = made.draft_budget is not None and (rule is None or (rule.lossless and not rule.shared_noise))
         seeded = (by_clock or shared) and not traits.branching
         defaults = target.facts.sampling_defaults if made.generation_config == "auto" else {}

@@ -1,4 +1,4 @@
-"""What a request asks, checked before it may wait for the loop; and what it is answered in the end."""
+"""Request intake: requests are checked before they are queued for the loop; and the Output of a finished request."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from draftproof.sampling import Constraint, SamplingParams
 from draftproof.verifiers.base import Verifier
 from draftproof.verifiers.chain import block_verifier
 
-UNBOUNDED = 1 << 30  # tokens, where nothing bounds a text
+UNBOUNDED = 1 << 30  # tokens, if nothing limits a text
 
 
 class RequestIntake:
-    """Takes requests in for a target, a drafter and a rule; the arguments are those of `DecodingLoop`."""
+    """Checks and queues requests for a target, a drafter and a rule; takes the arguments of `DecodingLoop`."""
 
     scheduler: Scheduler  # where requests wait; the loop makes it
 
@@ -61,24 +61,26 @@ class RequestIntake:
             if why := incompatible_reason(DrafterTraits.of(self.drafter), VerifierTraits.of(rule)):
                 raise UserError(why)
         if self.drafter.limit and self.plain_because:
-            raise UserError(f"drafter {self.drafter.name} drafts, and {self.plain_because}: use drafter none")
+            raise UserError(
+                f"drafter {self.drafter.name} cannot be used, because {self.plain_because}: use drafter none"
+            )
         if self.drafter.branching and not self.target.capabilities.trees:
             raise UserError(
-                f"drafter {self.drafter.name} drafts trees, and {self.target.name} cannot read them: use "
+                f"drafter {self.drafter.name} drafts trees, but {self.target.name} cannot read them: use "
                 "a drafter of single chains (model, ngram, suffix)"
             )
 
     @property
     def plain_because(self) -> str:
-        """Why the target can only be decoded plainly; empty where it can be drafted for."""
+        """Why the target can only be decoded without drafts; empty if it can be drafted for."""
         return no_rollback_reason(self.target)
 
     @property
     def rounding(self) -> str:
-        """Why the last digits of logits may depend on the batch and the drafts; empty where they cannot."""
+        """Why the last digits of logits may depend on the batch and the drafts; empty if they cannot."""
         why = rounding(self.target)
         if not why and self.drafter.branching:
-            return f"drafter {self.drafter.name} drafts trees, which are summed in another order than a chain"
+            return f"drafter {self.drafter.name} drafts trees, whose sums have another order than those of a chain"
         return why
 
     @property
@@ -88,14 +90,14 @@ class RequestIntake:
 
     @functools.cached_property
     def grammars(self) -> Grammars:
-        """What compiles the grammars of requests; a UserError where none can be used with this model."""
+        """The compiler for grammars of requests; raises UserError if this model cannot use grammars."""
         return Grammars.of(self.tokenizer, self.target.vocab_size, self.eos_token_ids)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Text and token ids of a prompt: a text, token ids, or chat messages (needs a chat template).
 
         Raises:
-            UserError: an empty prompt, something that is not a prompt, or a text without a tokenizer.
+            UserError: the prompt is empty or not a prompt, or it is a text and there is no tokenizer.
         """
         return self.prompts.read(prompt)
 
@@ -113,36 +115,37 @@ class RequestIntake:
         reasoning: Reasoning | None = None,
         patient: bool | None = None,
     ) -> list[Request]:
-        """Queue a prompt; it runs as soon as the batch has a free place.
+        """Queue a prompt; it runs as soon as there is a free place in the batch.
 
         Args:
             prompt: a text, token ids or chat messages.
-            params: default `default_params`.
-            prediction: a text or token ids that much of the answer may repeat; it is drafted from, and changes nothing
-                about the output distribution.
-            offline: whether nobody waits for each of its tokens, so that it may wait while the prompts of others are
-                read. Beside requests that may not, prompts are read in portions, so that a round takes less than twice
-                its usual time.
-            speculates: without it nothing is drafted, which is plain decoding.
-            cache_salt: what was read or written for the prompt is used for requests with the same salt only, so that
-                users with different ones learn nothing of each other from the time or the drafts of an answer.
-            share_text: whether a drafter that looks tokens up in other requests may use this one's, and theirs for it.
-            constraint: the grammar of `params`, where it is compiled already.
-            reasoning: how the output begins, where the prompt is token ids of a chat; for messages it is found here.
+            params: sampling parameters; default `default_params`.
+            prediction: a text or token ids that much of the answer may repeat. Drafts are taken from it; the output
+                distribution does not change.
+            offline: whether the request may pause while the prompts of others are read, because nobody reads its
+                tokens as they come. If an interactive request is running, prompts are read in chunks, so that a
+                round takes less than twice its usual time.
+            speculates: False for plain decoding of this request.
+            cache_salt: cached data of the request is reused only by requests with the same salt, so that clients with
+                different salts learn nothing of each other from the time or the drafts of an answer.
+            share_text: whether drafters that look up tokens in other requests may use this request's tokens, and
+                other requests' tokens for this one.
+            constraint: the compiled grammar of `params`, if it was compiled before.
+            reasoning: how the output begins, if the prompt is the token ids of a chat; for messages it is found here.
             patient: the old name of `offline`, for one more version.
 
         Returns:
             `params.n` requests; each collects chunks until it is `finished`.
 
         Raises:
-            UserError: the prompt is empty, too long, or cannot be read; a prediction that the drafter cannot use.
+            UserError: the prompt is empty, too long or not a prompt, or the drafter cannot use a prediction.
         """
         if patient is not None:
             warnings.warn("add: patient is now called offline", DeprecationWarning, stacklevel=2)
             offline = patient
         params = params or self.default_params
         text, ids = self.encode(prompt)
-        predicted = self._predicted(prediction)
+        predicted = self._prediction_ids(prediction)
         self._check_prompt(ids, params, speculates=speculates)
         if reasoning is None and is_chat(prompt):
             reasoning = self.prompts.reasoning(ids)
@@ -165,9 +168,11 @@ class RequestIntake:
         constraint: Constraint | None,
         reasoning: Reasoning | None,
     ) -> list[Request]:
-        """The requests for one prompt, which differ in their draws."""
+        """The requests for one prompt, each with its own random draws."""
         left = self.context_left(len(ids))
-        limit = self._fitting(len(ids), left if params.max_tokens is None else min(params.max_tokens, left), params)
+        limit = self._fitting_limit(
+            len(ids), left if params.max_tokens is None else min(params.max_tokens, left), params
+        )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         transforms = params.bind(
             vocab_size=self.target.vocab_size,
@@ -202,9 +207,9 @@ class RequestIntake:
     def _constraint(
         self, params: SamplingParams, compiled: Constraint | None, reasoning: Reasoning | None, ids: Sequence[int]
     ) -> Constraint | None:
-        """What the output has to fit: a form of the answer, and the limit of the reasoning before it.
+        """The constraint on the output: the grammar of the answer, and the token limit of the reasoning before it.
 
-        A limit holds after any prompt; only the answers to chats have their reasoning divided.
+        The limit applies to any prompt; reasoning is split off only in answers to chats.
         """
         answer = None if params.grammar is None else compiled or self.grammars.constraint(params.grammar)
         if params.thinking_token_budget is not None:
@@ -215,8 +220,8 @@ class RequestIntake:
             reasoning, self.target.vocab_size, params.thinking_token_budget, answer, self.eos_token_ids
         )
 
-    def _fitting(self, length: int, limit: int, params: SamplingParams) -> int:
-        """Tokens that a request may emit with the memory that there is; all of `limit`, where it names a number."""
+    def _fitting_limit(self, length: int, limit: int, params: SamplingParams) -> int:
+        """Tokens that a request may emit with the available memory; an explicit `max_tokens` must fit as a whole."""
         longest = self.scheduler.budget.longest
         if longest is None or length + limit <= longest:
             return limit
@@ -225,7 +230,7 @@ class RequestIntake:
         least = length + (1 if params.max_tokens is None else limit)
         raise ContextError(self.scheduler.budget.refusal(least, "the request"))
 
-    def _predicted(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
+    def _prediction_ids(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
         """The token ids of a prediction."""
         if not prediction:
             return ()
@@ -240,7 +245,7 @@ class RequestIntake:
         return ids
 
     def context_left(self, length: int) -> int:
-        """Tokens that fit after a prompt; a rule of constant length needs space for a whole draft until the end."""
+        """Tokens that fit after a prompt; a rule of constant length needs space for a whole draft at the end."""
         bounds = [self.target.max_positions]
         if self.verifier.constant_length:
             bounds.append(self.drafter.max_positions)
@@ -256,9 +261,12 @@ class RequestIntake:
 
     def _check_prompt(self, ids: list[int], params: SamplingParams, *, speculates: bool) -> None:
         if params.prompt_logprobs is not None and self.plain_because:
-            raise UserError(f"prompt_logprobs cannot be had: {self.plain_because}")
+            raise UserError(f"prompt_logprobs is not supported with this target: {self.plain_because}")
         if not speculates and self.verifier.constant_length:
-            raise UserError(f"verifier {self.verifier.name} needs drafts: nothing else can be decoded here")
+            raise UserError(
+                f"verifier {self.verifier.name} needs drafts in every request: leave speculates=False out, or use "
+                "another verifier"
+            )
         if not ids:
             raise UserError("the prompt is empty: a request needs at least one token")
         self._check_ids(ids, "prompt")
@@ -271,12 +279,12 @@ class RequestIntake:
             )
 
     def _rule(self, params: SamplingParams) -> Verifier:
-        """The rule of a request: for one that samples with a seed of its own, the rule for those."""
+        """The rule of a request: `seeded_verifier` if it samples with its own seed, else `verifier`."""
         seeded = params.seed is not None and params.temperature > 0
         return (self.seeded_verifier if seeded else None) or self.verifier
 
     def _same_text(self, request: Request) -> SameText:
-        """Whether the request has the same text again, whatever is drafted and whatever shares its batch."""
+        """Whether a repeated request gives the same text, whatever is drafted and whatever shares its batch."""
         rule, sampled = request.rule, request.params.temperature > 0
         if self.drafter.limit and not rule.shared_noise and (sampled or not rule.lossless):
             return SameText.BY_DRAFTS
@@ -286,7 +294,7 @@ class RequestIntake:
         """The Output of a finished request.
 
         Raises:
-            RequestError: it failed.
+            RequestError: the request failed.
         """
         assert request.finished, "only finished requests have an output"
         if request.error is not None:

@@ -1,4 +1,4 @@
-"""The one decode loop: draft, verify, commit; for every drafter, stopper, rule and batch size."""
+"""The only decode loop: draft, verify, commit, for every drafter, stopper, rule and batch size."""
 
 from __future__ import annotations
 
@@ -39,24 +39,25 @@ RoundRngFactory = Callable[[Sequence[int], Sequence[int]], RoundRng]
 class DecodingLoop(RequestIntake):
     """Generates from a target model, speculatively if it has a drafter.
 
-    Two threads may use one loop: `add`, `step` and `abort` hold its lock, and requests of both share rounds.
+    Two threads may share a loop: `add`, `step` and `abort` hold its lock, and their requests run in the same rounds.
 
     Args:
         target: the model that defines the output distribution.
-        drafter: makes the drafts; by default none (plain decoding).
-        verifier: the rule; by default block verification.
-        tokenizer: a transformers tokenizer; without one, prompts are token ids and there is no text.
+        drafter: makes the drafts; default none (plain decoding).
+        verifier: the verification rule; default block verification.
+        tokenizer: a transformers tokenizer; without one, prompts are token ids and outputs have no text.
         eos_token_ids: tokens that end a text.
         max_batch: requests decoded together; further ones wait.
         default_params: sampling parameters of requests without their own.
         kv_memory: bytes for keys, values and states of all requests, or a text such as "2GiB"; further requests wait,
             and one that can never fit is refused. None: no limit.
-        prefix_reuse: whether a prompt that begins like another one, running or ended, takes over what was read of it.
-        seeded_verifier: the rule of requests that sample with a seed of their own; by default `verifier`.
-        draft_budget: drafted tokens of a round, over all its requests; None for no bound. Before each token is drawn,
-            those that are likeliest to be accepted are chosen.
-        round_rng: makes a round's randomness from the rows' seeds and rounds, or for a rule with shared noise from the
-            rows' seeds and places; default what the rule needs. Tests pass an EnumeratingRng.
+        prefix_reuse: whether to reuse the keys and values of another request, running or finished, with the same
+            prefix.
+        seeded_verifier: the rule of requests that sample with their own seed; default `verifier`.
+        draft_budget: the most drafted tokens of a round, over all its requests; None for no limit. Before each token
+            is drawn, the likeliest to be accepted are chosen.
+        round_rng: makes a round's randomness from the rows' seeds and round numbers, or for a rule with shared noise
+            from the rows' seeds and positions; default what the rule needs. Tests pass an EnumeratingRng.
 
     Raises:
         UserError: drafter and verifier do not fit together, the target cannot do what they need, or `kv_memory` is too
@@ -102,10 +103,10 @@ class DecodingLoop(RequestIntake):
         self._kv_memory = read_bytes(kv_memory)
         self._prefix_reuse = prefix_reuse
         self._schedule()
-        release_team()  # models were probed in this thread, and rounds may be computed in another one
+        release_team()  # models were probed in this thread, but rounds may run in another one
 
     def _schedule(self) -> None:
-        """Begin without requests, and without anything that was read, for the present target and drafter."""
+        """Start with an empty queue and an empty cache for the current target and drafter."""
         self._sessions = self.drafter if isinstance(self.drafter, SessionDrafter) else NoSessions()
         self.scheduler = Scheduler(
             self.target,
@@ -117,7 +118,7 @@ class DecodingLoop(RequestIntake):
         )
 
     def abort(self, request: Request) -> None:
-        """Drop a request and release its memory; has no effect on a finished request."""
+        """Stop a request and release its memory; has no effect on a finished request."""
         with self._lock:
             if request in self.scheduler.waiting:
                 self.scheduler.waiting.remove(request)
@@ -127,7 +128,7 @@ class DecodingLoop(RequestIntake):
 
     def _retire(self, request: Request) -> None:
         request.leave()
-        self.scheduler.end(request, well=request.error is None)
+        self.scheduler.end(request, reusable=request.error is None)
         self.drafter.release(request.id)
         self._budget.release(request.id)
         request.verifier_state = None  # callers may keep requests for long
@@ -135,29 +136,29 @@ class DecodingLoop(RequestIntake):
             self.idle()
 
     def forget(self) -> None:
-        """Release what is kept of requests that ended; later requests read their whole prompts."""
+        """Clear the prefix cache; later requests read their whole prompts."""
         with self._lock:
-            self.scheduler.kept.clear()
+            self.scheduler.prefix_cache.clear()
 
     def idle(self) -> None:
-        """Called when the last request has ended; for subclasses."""
+        """Hook for subclasses: called when the last request has ended."""
 
     @torch.inference_mode()
     def prepare(self, seconds: float = math.inf) -> bool:
-        """Make what drafts need before requests come; else it is made between the rounds of the first requests.
+        """Build what drafting needs in advance; otherwise it is built between the rounds of the first requests.
 
         Args:
-            seconds: after which no further step begins. One step is made in any case; it takes as long as rounding the
-                weights of one layer, or reading some tokens.
+            seconds: time limit for starting another step. At least one step runs; a step takes as long as rounding the
+                weights of one layer, or reading a few tokens.
 
         Returns:
-            Whether nothing is missing any more.
+            Whether everything is built.
         """
         with self._lock, self._threads.set():
             return not isinstance(self.drafter, PreparedDrafter) or self.drafter.prepare(seconds)
 
     def waits(self, request: Request) -> bool:
-        """Whether a request waits for a place in the batch."""
+        """Whether a request is waiting for a place in the batch."""
         with self._lock:
             return request in self.scheduler.waiting
 
@@ -165,24 +166,24 @@ class DecodingLoop(RequestIntake):
 
     @property
     def busy(self) -> bool:
-        """Whether some request is waiting or running."""
+        """Whether any request is waiting or running."""
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     @property
     def memory(self) -> MemoryUse:
-        """Memory of keys, values and states now, and what was reused."""
+        """Current memory of keys, values and states, and the number of reused tokens."""
         with self._lock:
             return self.scheduler.use
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One round: draft, verify, commit for the requests that are decoded, and parts of prompts read for others.
+        """Run one round: draft, verify and commit for the requests in decoding, and read prompt chunks of others.
 
-        While only long prompts are read, a round gives no tokens.
+        A round emits no tokens if it only reads chunks of long prompts.
 
-        If a request fails (NaN logits, a transform that raises), the others go on: the round is repeated without it,
-        with the same draws for the others. If anything else raises, no token of the round is committed, and the next
-        round rolls every session back to its committed tokens.
+        If a request fails (NaN logits, a transform that raises), the round is repeated without it, with the same
+        draws for the others. If anything else raises, no token of the round is committed, and the next round rolls
+        every session back to its committed tokens.
         """
         with self._lock:
             for stopped in self.scheduler.admit():
@@ -198,7 +199,7 @@ class DecodingLoop(RequestIntake):
                 else:
                     if not plan.reads:
                         seconds = time.perf_counter() - start
-                        self._threads.spent(seconds, sum(row.place for row in plan.rows) - before)
+                        self._threads.record_time(seconds, sum(row.place for row in plan.rows) - before)
                     return
 
     def _round(self, plan: Plan, start: float) -> None:
@@ -213,18 +214,18 @@ class DecodingLoop(RequestIntake):
         drafting = seconds.draft
         with seconds.measure("target"):
             feeds = [self._feed(row, draft) for row, draft in zip(rows, drafts, strict=True)]
-            feeds += [portion.feed(self.target.device) for portion in plan.chunks]
+            feeds += [chunk.feed(self.target.device) for chunk in plan.chunks]
             outputs = self.target.forward(feeds)
         if plan.chunks:
             self._end(plan.chunks, outputs[len(rows) :])
             with seconds.measure("draft"):
-                self._sessions.read([portion.draft_request() for portion in plan.chunks])
+                self._sessions.read([chunk.draft_request() for chunk in plan.chunks])
         if rows:
             self._decide(rows, drafts, outputs[: len(rows)], rng, seconds)
         seconds.total = time.perf_counter() - start
-        self.scheduler.spent(plan, seconds.total - drafting, sum(map(len, drafts)), drafting)
-        for row in [*rows, *(portion.row for portion in plan.chunks)]:
-            row.stats.spend(seconds)
+        self.scheduler.record_time(plan, seconds.total - drafting, sum(map(len, drafts)), drafting)
+        for row in [*rows, *(chunk.row for chunk in plan.chunks)]:
+            row.stats.add_time(seconds)
         if rows:
             self.drafter.spent(
                 RoundTime(
@@ -233,14 +234,14 @@ class DecodingLoop(RequestIntake):
                     rows=len(rows),
                     depth=max(draft.depth for draft in drafts),
                     nodes=sum(map(len, drafts)) / len(rows),
-                    # A round that read a portion says nothing about others, however small it was.
+                    # The time of a round that read a chunk, however small, says nothing about other rounds.
                     reads=PREFILL_CHUNK if plan.chunks else max(len(feed.tokens) for feed in feeds),
                 )
             )
 
-    def _end(self, portions: Sequence[PrefillChunk], outputs: Sequence[FeedOutput]) -> None:
-        """Hand the logits of portions to their requests, where they are wanted."""
-        scored = [(part, each.logits) for part, each in zip(portions, outputs, strict=True) if part.scored]
+    def _end(self, chunks: Sequence[PrefillChunk], outputs: Sequence[FeedOutput]) -> None:
+        """Pass the logits of scored chunks to their requests."""
+        scored = [(part, each.logits) for part, each in zip(chunks, outputs, strict=True) if part.scored]
         for part, logits in scored:
             self._checks.add(part.row.id, logits, f"the target ({self.target.name})")
         self._checks.finish()
@@ -260,13 +261,13 @@ class DecodingLoop(RequestIntake):
             try:
                 target_probs = [self._target_probs(*row) for row in zip(rows, drafts, outputs, strict=True)]
                 verdicts = self._verdicts(rows, drafts, target_probs, rng)
-            finally:  # after the rule, whose own copy has waited for the device; it explains a rule's error
+            finally:  # after the rule, whose own copy already waited for the device; this check explains its errors
                 self._checks.finish()
         for each in zip(rows, drafts, outputs, verdicts, strict=True):
             self._commit(*each)
 
     def _rng(self, rows: Sequence[Request]) -> RoundRng:
-        """The randomness of a round; a request whose rule shares noise is keyed by its place, others by their round."""
+        """The randomness of a round: keyed by position for requests whose rule shares noise, else by round number."""
         numbers = [row.place if row.rule.shared_noise else row.round for row in rows]
         if self._round_rng is not None:
             return self._round_rng([row.seed for row in rows], numbers)
@@ -281,7 +282,7 @@ class DecodingLoop(RequestIntake):
     def _verdicts(
         rows: Sequence[Request], drafts: Sequence[Draft], probs: Sequence[Float[Tensor, "_ vocab"]], rng: RoundRng
     ) -> list[Verdict]:
-        """The verdict of each request, by its own rule; requests with one rule are verified together."""
+        """The verdict of each request by its own rule; requests with the same rule are verified together."""
         found: dict[int, Verdict] = {}
         for rule in {id(row.rule): row.rule for row in rows}.values():
             own = [place for place, row in enumerate(rows) if row.rule is rule]
@@ -300,7 +301,7 @@ class DecodingLoop(RequestIntake):
         try:
             with blamed_on(row.id):
                 cut = row.commit(draft, verdict, output.logits)
-        except RequestError as error:  # the other requests are still committed
+        except RequestError as error:  # the other requests are committed all the same
             self._fail(error)
             return
         if row.finished:
@@ -327,7 +328,7 @@ class DecodingLoop(RequestIntake):
         row.chunks.append(Chunk("", (), str(Finish.ERROR)))
 
     def _draft_limit(self, row: Request) -> int:
-        """Longest useful draft: the bonus token takes one place; drafts of constant length are cut when committed."""
+        """Longest useful draft; one place is left for the bonus token. Drafts of constant length are cut at commit."""
         if not row.speculates:
             return 0
         left = UNBOUNDED if self.target.max_positions is None else self.target.max_positions - len(row.tokens)
@@ -354,28 +355,28 @@ class DecodingLoop(RequestIntake):
         predictions: str | Sequence[str | Sequence[int] | None] | None = None,
         cache_salt: str = "",
     ) -> list[Output]:
-        """Continue every prompt; blocks until all are finished.
+        """Continue every prompt; returns when all are finished.
 
         Args:
             prompts: one prompt or several; a prompt is a text, token ids or chat messages.
-            params: for all prompts, or one for each; default `default_params`.
+            params: sampling parameters for all prompts, or one object for each; default `default_params`.
             predictions: a text for all prompts, or a text, token ids or None for each; see `add`.
-            cache_salt: of all prompts; see `add`.
+            cache_salt: for all prompts; see `add`.
 
         Returns:
-            For each prompt its n continuations, in order.
+            The n continuations of each prompt, in order.
 
         Raises:
-            UserError: an invalid prompt or invalid parameters; nothing is decoded then.
-            RequestError: a request failed; the error's `outputs` are those of all requests, None for failures.
+            UserError: an invalid prompt or invalid parameters; then nothing is decoded.
+            RequestError: a request failed; the error's `outputs` has all outputs, with None for failed requests.
         """
         many = as_prompts(prompts)
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
-            raise UserError(f"{len(each)} SamplingParams for {len(many)} prompts: give one, or one for each")
+            raise UserError(f"params: expected one SamplingParams, or {len(many)} for as many prompts, got {len(each)}")
         texts = [predictions] * len(many) if predictions is None or isinstance(predictions, str) else list(predictions)
         if len(texts) != len(many):
-            raise UserError(f"{len(texts)} predictions for {len(many)} prompts: give one text, or one for each")
+            raise UserError(f"predictions: expected one text, or {len(many)} for as many prompts, got {len(texts)}")
         requests: list[Request] = []
         try:
             for prompt, own, text in zip(many, each, texts, strict=True):
@@ -400,14 +401,14 @@ class DecodingLoop(RequestIntake):
         prediction: str | Sequence[int] | None = None,
         cache_salt: str = "",
     ) -> Iterator[Chunk]:
-        """Continue one prompt and yield each round's text as it is committed; the last chunk has the Output.
+        """Continue one prompt, and yield each round's text when it is committed; the last chunk has the Output.
 
         Raises:
-            UserError: see `generate`; also for n > 1, which has no single stream.
+            UserError: as in `generate`; also for n > 1.
             RequestError: the request failed.
         """
         if params is not None and params.n != 1:
-            raise UserError(f"n is {params.n}: a stream has one continuation; use generate")
+            raise UserError(f"n: expected 1, since a stream has one continuation, got {params.n} (use generate)")
         (request,) = self.add(prompt, params, prediction=prediction, cache_salt=cache_salt)
         try:
             while not request.finished or request.chunks:
@@ -423,11 +424,11 @@ class DecodingLoop(RequestIntake):
 
 
 def _legal_part(row: Request, draft: Draft) -> Draft:
-    """A chain whose point masses fit the request's grammar.
+    """A chain cut before the first point mass that the request's grammar forbids.
 
-    The others have probability 0: a lossless rule would reject them, and a lossy one could accept them. Only tokens
-    that are a function of the prefix may be dropped after a look at them. What was drawn goes to the rule as it is: to
-    end a chain at a token that was drawn would shift the distribution.
+    Forbidden tokens have probability 0: a lossless rule would reject them, but a lossy one could accept them. Only
+    tokens that are a function of the prefix may be dropped after looking at them. Drawn tokens go to the rule as they
+    are: ending a chain because of a drawn token would bias the distribution.
     """
     constraint = row.transforms.constraint
     if constraint is None or not draft.tree.is_chain or row.rule.constant_length:

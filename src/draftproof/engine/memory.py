@@ -1,4 +1,4 @@
-"""The memory of keys, values and states: the option `kv_memory`, and what sequences of given lengths need."""
+"""Memory of keys, values and states: the option `kv_memory`, and the memory that sequences of given lengths need."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _LONGEST = 1 << 24
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of keys, values and states, and what was reused, at one moment."""
+    """Memory of keys, values and states, and the number of reused tokens, at one moment."""
 
     used: int  # bytes that running requests need, drafted tokens included
-    kept: int  # bytes of sessions that are kept for later requests
-    capacity: int | None  # `kv_memory` in bytes; None without one
-    reused_tokens: int  # tokens that were taken over from other requests so far instead of being read
+    kept: int  # bytes of sessions in the prefix cache
+    capacity: int | None  # `kv_memory` in bytes; None without a limit
+    reused_tokens: int  # tokens reused from other requests so far, instead of being read
 
 
 @runtime_checkable
 class Measured(Protocol):
-    """A backend that says what its sessions take."""
+    """A backend that knows the memory of its sessions."""
 
     def sequences_nbytes(self, lengths: Sequence[int]) -> int:
-        """Bytes that sessions of these lengths take together."""
+        """Bytes that sessions of these lengths need together."""
 
 
 def read_bytes(value: int | str | None, name: str = "kv_memory") -> int | None:
@@ -52,9 +52,9 @@ def in_units(size: int) -> str:
 
 
 class MemoryBudget:
-    """What requests may take: `most` bytes, or all for None, in models that keep sessions for each request.
+    """A limit of `most` bytes (None: no limit) for the sessions of all requests in all models.
 
-    `spare` are tokens of a request beyond those that are committed: drafts.
+    `spare` returns the number of drafted tokens that a request needs space for.
     """
 
     def __init__(self, most: int | None, backends: Callable[[], Sequence[Backend]], spare: Callable[[], int]) -> None:
@@ -64,11 +64,11 @@ class MemoryBudget:
         if most is None:
             return
         for each in self._measured():
-            if not each.sequences_nbytes([1]):  # it has not read anything yet, so nobody knows the size of its keys
+            if not each.sequences_nbytes([1]):  # the size of its keys is unknown before it has read a token
                 _read_one_token(each)
         if self.needed([1]) > most:
             raise UserError(
-                f"kv_memory: expected at least {in_units(self.needed([1]))}, what one token needs with its draft, got "
+                f"kv_memory: expected at least {in_units(self.needed([1]))}, for one token and its draft, got "
                 f"{in_units(most)}"
             )
 
@@ -76,17 +76,17 @@ class MemoryBudget:
         return [each for each in self._backends() if isinstance(each, Measured)]
 
     def needed(self, lengths: Sequence[int]) -> int:
-        """Bytes that requests with so many tokens need."""
+        """Bytes that requests of these lengths need."""
         ends = [length + self._spare() for length in lengths]
         return sum(each.sequences_nbytes(ends) for each in self._measured())
 
     def fits(self, lengths: Sequence[int], kept: int = 0) -> bool:
-        """Whether requests with so many tokens fit, beside kept sessions of so many bytes."""
+        """Whether requests of these lengths fit, beside cached sessions of `kept` bytes."""
         return self.most is None or self.needed(lengths) + kept <= self.most
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the longest request that fits alone; None without a limit."""
+        """Length of the longest request that fits alone, in tokens; None without a limit."""
         if self.most is None:
             return None
         low, high = 1, _LONGEST
@@ -96,16 +96,16 @@ class MemoryBudget:
         return low
 
     def refusal(self, tokens: int, what: str) -> str:
-        """Why a request with so many tokens is refused."""
+        """Why a request of this length is refused."""
         assert self.most is not None, "without a limit nothing is refused"
         return (
-            f"{what} needs up to {in_units(self.needed([tokens]))} of keys and values for {tokens} tokens, and "
+            f"{what} needs up to {in_units(self.needed([tokens]))} of keys and values for {tokens} tokens, but "
             f"kv_memory is {in_units(self.most)}, enough for {self.longest} tokens: ask for fewer, or raise kv_memory"
         )
 
 
 def _read_one_token(backend: Backend | Measured) -> None:
-    assert isinstance(backend, Backend), "what is measured is a backend"
+    assert isinstance(backend, Backend), "Measured objects are backends"
     session = backend.open()
     try:
         backend.forward([Feed(session, [0])])

@@ -1,4 +1,4 @@
-"""EngineOptions: how an engine is made, declared once for Python, the command line, the server and integrations."""
+"""EngineOptions: the options of an engine, declared once for Python, the command line, the server and integrations."""
 
 from __future__ import annotations
 
@@ -26,60 +26,59 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How an engine is made: the models' form, the parts of a round, and limits.
+    """The options of an engine: how models are loaded, the parts of a round, and limits.
 
     Attributes:
         draft: the draft model: registered name, hub id, directory or .gguf file; with another tokenizer it
-            drafts the tokens that both have. Or a published draft head, hub id or directory, among which "auto"
-            then chooses, too.
-        find_draft: without a draft model, take the one on this disk that gains most by the bytes that it reads and has
-            the target's vocabulary (`draftproof models match`).
-        drafter: where drafts come from, a name of DRAFTERS with its argument. Default "auto": in every round what pays
-            most of the draft model or head, the target's own prediction layers, what ships for it, the target with
-            weights of 4 bits, and repeated passages.
-        stopper: when a draft ends; "fixed:4" is four tokens. Default "auto": as many as pay, by the time of the rounds
-            so far; "fixed:4" for rules that need constant lengths.
-        verifier: the verification rule. Default "block", and "trie_block" for drafters of several drafts. Without a
-            name, requests that sample with a seed are verified by "gumbel" where drafts depend on the time of earlier
-            rounds: then a seed gives the same text whatever is drafted. With a draft budget they are in any case.
+            drafts the tokens that both models have. Or a published draft head (hub id or directory), which "auto"
+            then also considers.
+        find_draft: without a draft model, use the one on this disk that has the target's vocabulary and the largest
+            estimated gain by the bytes that it reads (`draftproof models match`).
+        drafter: where drafts come from: a name of DRAFTERS with its argument. Default "auto": in every round the best
+            of the draft model or head, the target's own prediction layers, a head that ships for the target, the
+            target with 4-bit weights, and repeated passages.
+        stopper: when a draft ends; "fixed:4" is four tokens. Default "auto": as many as pay off, by the time of the
+            rounds so far; "fixed:4" for rules that need a constant length.
+        verifier: the verification rule. Default "block", or "trie_block" for drafters with several drafts. If no rule
+            is named, requests that sample with a seed are verified by "gumbel" whenever drafts depend on the time of
+            earlier rounds or on a draft budget, so that a seed gives the same text whatever is drafted.
         draft_temperature: temperature of the draft alone; the output distribution stays the target's.
         draft_top_k: top-k of the draft alone; the output distribution stays the target's.
-        draft_budget: drafted tokens that a round may have over all its requests, given to those that are likeliest to
-            be accepted; for drafters of single chains. Without it each request's stopper decides alone, and "auto" for
-            all together.
+        draft_budget: the most drafted tokens of a round over all its requests, spent on the tokens that are likeliest
+            to be accepted; for drafters of single chains. Without it, each request's stopper decides alone, and "auto"
+            decides for all together.
         dtype: number format of both models: auto, float32, bfloat16 or float16.
-        draft_dtype: another number format for the draft; int8 or int4 quantize the draft model or the head.
-        device: where both models are: cpu, cuda, cuda:1; without it an accelerator if there is one. "auto", or in
-            Python a device or "disk" for each part by its name, spreads the target (needs accelerate).
-        backend: implementation of the forward pass, a name of BACKENDS. "auto" takes "lean" where the model allows it,
-            "snapshot" where it has recurrent layers, else "hf"; and "generate", without drafts, for a target whose
-            drafts cannot be taken back.
-        adapter: a PEFT adapter (LoRA) for the target, a directory or hub id: merged into its weights where that gives
+        draft_dtype: another number format for the draft; int8 or int4 quantizes the draft model or head.
+        device: device of both models: cpu, cuda, cuda:1; without it an accelerator if there is one. "auto", or in
+            Python a mapping from part names to a device or "disk", spreads the target (needs accelerate).
+        backend: implementation of the forward pass: a name of BACKENDS. "auto" uses "lean" if it supports the model,
+            "snapshot" if the model has recurrent layers, else "hf"; and "generate", without drafts, for a target that
+            cannot roll back.
+        adapter: a PEFT adapter (LoRA) for the target: directory or hub id. It is merged into the weights if that gives
             the same logits, else computed beside them.
         attn_implementation: attention of backend hf: eager or sdpa; without it transformers' choice.
-        quantization_config: quantizes the target by transformers: JSON of one of its configs, or a .json file; in
-            Python also such a config.
-        activations: how weights that a .gguf file holds in few bits are multiplied: int8 rounds their inputs to 8 bits
-            in groups of 32; float, a reference, does not, and takes the memory of the full weights.
-        weights: int8 or int4 round the target's weights when it is loaded: another model, which is read in half or a
-            quarter of the time; what is written is exact for the rounded one. auto leaves them.
-        kv_dtype: int8 stores the target's keys and values in 8 bits, on a CPU with backend lean: another model, whose
-            sessions take about half the memory; what is written is exact for it. auto has the model's dtype.
+        quantization_config: quantizes the target by transformers: one of its configs as JSON or as a .json file; in
+            Python also as an object.
+        activations: how to multiply weights that a .gguf file stores in few bits: int8 rounds their inputs to 8 bits
+            in groups of 32; float, a reference, does not, and needs the memory of the full weights.
+        weights: int8 or int4 rounds the target's weights at load. This is another model, read in half or a quarter of
+            the time; outputs are exact for the rounded model. auto keeps the weights.
+        kv_dtype: int8 stores the target's keys and values in 8 bits (CPU with backend lean only). This is another
+            model, whose sessions need about half the memory; outputs are exact for it. auto is the model's dtype.
         max_model_len: longest sequence, prompt and text together; without it the target's own context.
         max_batch: sequences decoded together.
-        kv_memory: memory for keys, values and states of both models, in bytes or like 2GiB. Requests wait for it, and
-            one that can never fit is refused. Without it no limit.
-        prefix_reuse: take over what was read of other requests that begin alike; outputs are the same.
+        kv_memory: memory for keys, values and states of both models, in bytes or as text such as 2GiB. Requests wait
+            for free memory, and one that can never fit is refused. Without it there is no limit.
+        prefix_reuse: reuse the keys and values of earlier requests with the same prefix; outputs are the same.
         trust_remote_code: run code that comes with a model.
         check: compare each model's logits with its own forward pass when it is loaded.
         generation_config: where sampling defaults come from: auto reads the target's generation config, none does not.
-        tensor_parallel: processes among which the target is divided, each with a device or a share of the cores.
-        threads: threads that a CPU computes with, of the whole process: all its engines have the number that was named
-            last. Without it one for each core, within a limit of processor time. What is computed by native operations
-            has the same bits with any number.
+        tensor_parallel: number of processes that share the target, each with a device or a share of the cores.
+        threads: number of CPU threads of the whole process; the last number set applies to all its engines. Without it
+            one for each core, within the limit of processor time. Results of native operations do not depend on it.
 
     Raises:
-        UserError: a name or value that is none.
+        UserError: an unknown name or an invalid value.
     """
 
     draft: str | None = None
@@ -126,7 +125,7 @@ class EngineOptions:
         read_draft_dtype(self.draft_dtype, self.dtype)
 
     def changed(self, **changes: Any) -> EngineOptions:
-        """These options with other values; the error for a name that is none says the nearest one."""
+        """These options with some values replaced; the error for an unknown name suggests the nearest one."""
         known = [each.name for each in fields(self)]
         for name in changes:
             if name not in known:
@@ -138,40 +137,40 @@ class EngineOptions:
 
     @property
     def rule(self) -> Verifier | None:
-        """The named verification rule; None leaves it to the drafter."""
+        """The named verification rule; None if the drafter decides."""
         return None if self.verifier is None else make_verifier(self.verifier)
 
     @property
     def draft_bits(self) -> int | None:
-        """To how many bits the weights of the draft are quantized; None leaves them."""
+        """Number of bits that the draft's weights are quantized to; None if they are kept."""
         return read_draft_dtype(self.draft_dtype, self.dtype)[1]
 
     def of_head(self) -> EngineOptions:
-        """The same, with the head as a source of `auto` where `draft` names a published one."""
+        """These options, with the head as a source of `auto` if `draft` names a published head."""
         algorithm = None if self.draft is None else head_algorithm(self.draft)
         if algorithm is None:
             return self
         if self.drafter not in (None, DEFAULT_DRAFTER):
             raise UserError(
-                f"draft names a head of algorithm {algorithm}, and drafter is {self.drafter!r}: leave one of them out, "
-                f"or take drafter {algorithm}:{self.draft}"
+                f"draft names a head of algorithm {algorithm}, but drafter is {self.drafter!r}: leave one of them out, "
+                f"or use drafter {algorithm}:{self.draft}"
             )
         return replace(self, draft=None, drafter=f"{DEFAULT_DRAFTER}:{algorithm}:{self.draft}")
 
     def refuse_draft_dtype_alone(self) -> None:
-        """Refuse a number format for a draft model that is not there."""
+        """Refuse a number format for the draft if there is no draft model."""
         if self.draft is None and self.draft_bits is None and self.draft_dtype != "auto":
             raise UserError(
-                f"draft_dtype is {self.draft_dtype!r}, and there is no draft model: leave it out, or name one"
+                f"draft_dtype is {self.draft_dtype!r}, but there is no draft model: leave it out, or name one"
             )
 
     def of_target(self) -> LoadOptions:
-        """How the target is loaded."""
+        """The options for loading the target."""
         own = {name: getattr(self, name) for name in _OF_TARGET}
         return replace(self._of_both(self.dtype, self.device), plainly=True, **own)
 
     def of_draft(self) -> LoadOptions:
-        """How the draft model is loaded, which is on one device."""
+        """The options for loading the draft model, which is on one device."""
         one = self.device is None or (isinstance(self.device, str) and self.device != "auto")
         dtype, _ = read_draft_dtype(self.draft_dtype, self.dtype)
         return self._of_both(dtype, self.device if one else None)

@@ -1,4 +1,4 @@
-"""What drafters, stoppers and verifiers declare of themselves, and how the text of an argument is read."""
+"""The declarations of drafters, stoppers and verifiers, and the parsing of their arguments."""
 
 from __future__ import annotations
 
@@ -17,58 +17,58 @@ _Part = TypeVar("_Part", bound="Part")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What every part declares."""
+    """The declaration of a part."""
 
     name: str  # as users write it
     about: str  # one line for help texts
-    argument: str = ""  # what stands after "name:", as help texts call it; empty where nothing does
-    example: str = ""  # a whole specification that works
+    argument: str = ""  # the name of the argument after "name:" in help texts; empty if it takes none
+    example: str = ""  # a complete specification that works
 
     @property
     def form(self) -> str:
-        """How a specification looks."""
+        """The form of a specification, such as "fixed:N"."""
         return f"{self.name}:{self.argument}" if self.argument else self.name
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopperPart(Part):
-    """A stopper."""
+    """The declaration of a stopper."""
 
     make: Callable[[str, str | None], Stopper]  # from the argument and the name of the draft model
-    constant: bool = False  # whether every draft has the same length
+    constant: bool = False  # whether all drafts have the same length
     head: str = ""  # the kind of trained head that it needs; empty for none
-    offered: bool = True  # whether it can be made from a name; the oracle needs a recorded run
+    offered: bool = True  # whether users can name it; False for the oracle, which needs a recorded run
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifierPart(Part):
-    """A verification rule."""
+    """The declaration of a verification rule."""
 
     make: Callable[[str], Verifier]  # from the argument
-    traits: VerifierTraits  # what it takes
+    traits: VerifierTraits  # which drafts it accepts
     lossless: bool = True  # whether the output distribution stays the target's
 
 
 def find(parts: Mapping[str, _Part], spec: str, kind: str, offered: str) -> tuple[_Part, str]:
-    """The part that "name" or "name:argument" names, and the argument; errors name the kind and what is offered."""
+    """The part that "name" or "name:argument" refers to, and the argument; `kind` and `offered` are for errors."""
     name, _, argument = spec.partition(":")
     if name not in parts:
         raise UserError(f"{kind}: expected one of {offered}, got {name!r}")
     if argument and not parts[name].argument:
-        raise UserError(f"{kind} {name} takes no argument, and was given {argument!r}")
+        raise UserError(f"{kind} {name}: expected no argument, got {argument!r}")
     return parts[name], argument
 
 
 def numbers(text: str, example: str) -> list[int]:
-    """Whole numbers joined by x, such as "4x2x1"; none in an empty text."""
+    """Integers separated by x, such as "4x2x1"; an empty list for an empty text."""
     try:
         return [int(part) for part in text.split("x")] if text else []
     except ValueError:
-        raise UserError(f"expected a row of whole numbers, for example {example}, got {text!r}") from None
+        raise UserError(f"expected integers separated by x, for example {example}, got {text!r}") from None
 
 
 def number(text: str, example: str) -> float:
-    """The number that a text is; `example` is what an error shows."""
+    """The number in a text; errors show `example`."""
     try:
         return float(text)
     except ValueError:
@@ -85,7 +85,7 @@ def is_number(text: str) -> bool:
 
 
 def source(argument: str) -> tuple[str, int]:
-    """The directory or hub id of WHERE or WHERExK, and K; 1 where there is none."""
+    """The directory or hub id in WHERE or WHERExK, and K (1 if it is missing)."""
     where, _, chains = argument.rpartition("x")
     if Path(argument).expanduser().exists() or not where or not chains.isdecimal():
         return argument, 1
@@ -93,13 +93,13 @@ def source(argument: str) -> tuple[str, int]:
 
 
 def directory(argument: str) -> tuple[Path, int]:
-    """The directory of DIR or DIRxK, and K; 1 where there is none."""
+    """The directory in DIR or DIRxK, and K (1 if it is missing)."""
     where, chains = source(argument)
     return Path(where).expanduser(), chains
 
 
 def own_chain_count(argument: str) -> int:
-    """The K of LxK or WHERExK; 1 where there is none."""
+    """The K in LxK or WHERExK; 1 if it is missing."""
     _, times, chains = argument.rpartition("x")
     return int(chains) if times and chains.isdecimal() else 1
 

@@ -1,4 +1,4 @@
-"""Prompts as token ids: the engine takes a text, token ids or chat messages."""
+"""Conversion of prompts (a text, token ids or chat messages) to token ids."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from draftproof.bad_words import BadWords, bad_word_ids
 from draftproof.errors import UserError, reason
 from draftproof.reasoning import MOST_BLANK, Reasoning, ReasoningMarkers, reasoning_after, reasoning_markers
 
-_RECENT = 8  # sets of bad words that are kept encoded when no request has them any more
+_RECENT = 8  # encoded sets of bad words that are kept when no request uses them any more
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 class PromptReader:
-    """Turns prompts into token ids with a model's tokenizer, or without one where all prompts are token ids."""
+    """Turns prompts into token ids with a model's tokenizer; without one, all prompts must be token ids."""
 
     def __init__(self, tokenizer: Any, model: str) -> None:
         self.tokenizer = tokenizer
@@ -36,16 +36,16 @@ class PromptReader:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def use_template(self, template: str) -> None:
-        """Apply a chat template in place of the model's."""
+        """Replace the model's chat template."""
         if self.tokenizer is None:
-            raise UserError("a chat template needs a model with a tokenizer")
+            raise UserError(f"a chat template needs a tokenizer, but {self._model} has none: leave it out")
         self.tokenizer.chat_template = template
 
     def read(self, prompt: Prompt | Sequence[Any]) -> tuple[str | None, list[int]]:
         """Text and token ids of a prompt; the text is None for token ids."""
         if isinstance(prompt, str):
             if not prompt:
-                raise UserError("the prompt is empty: give some text, or token ids to start from a special token")
+                raise UserError("the prompt is empty: pass some text, or token ids to start from a special token")
             return prompt, self._ids(prompt, add_special_tokens=True)
         items: list[Any] = list(prompt)
         if items and isinstance(items[0], Mapping):
@@ -55,7 +55,7 @@ class PromptReader:
             return None, items
         for place, token in enumerate(items):
             if isinstance(token, bool) or not isinstance(token, numbers.Integral):
-                raise UserError(f"token {place} of the prompt: expected a whole number, got {token!r}")
+                raise UserError(f"token {place} of the prompt: expected an integer, got {token!r}")
         return None, [int(token) for token in items]
 
     def plain(self, text: str) -> list[int]:
@@ -63,32 +63,32 @@ class PromptReader:
         return self._ids(text, add_special_tokens=False)
 
     def bad_words(self, words: Sequence[str], encode: Callable[[str], Sequence[int]] | None = None) -> BadWords:
-        """Texts that an output never completes: encoded once for all prompts and requests that name the same.
+        """Texts that must not occur in an output, encoded once for all requests with the same words.
 
-        They are known as long as somebody holds what this returns, so a server has them encoded outside its engine's
-        thread, by an `encode` of its own.
+        The result is cached as long as a caller holds it, so a server can encode words outside its engine's thread,
+        with its own `encode`.
         """
-        if not words:  # of most requests; nothing is kept for them
+        if not words:  # as in most requests; nothing is cached for them
             return BadWords()
         key = tuple(words)
         found = self._words.get(key)
         if found is None:
-            known = None if self.tokenizer is None else self.plain
-            self._words[key] = found = BadWords(bad_word_ids(key, encode or known))
+            own = None if self.tokenizer is None else self.plain
+            self._words[key] = found = BadWords(bad_word_ids(key, encode or own))
             self._recent.append(found)
         return found
 
     @property
     def markers(self) -> ReasoningMarkers | None:
-        """Of the model's reasoning; None where its chat template has none that are tokens of their own."""
-        template = getattr(self.tokenizer, "chat_template", None)  # which may be replaced
+        """The markers around the model's reasoning; None if its chat template has none that are single tokens."""
+        template = getattr(self.tokenizer, "chat_template", None)  # may be replaced at any time
         if template != self._template:
             self._markers = reasoning_markers(self.tokenizer)
             self._template = template
         return self._markers
 
     def reasoning(self, ids: Sequence[int]) -> Reasoning | None:
-        """How the answer to a chat, given as the prompt's token ids, begins; None where all of it is the answer."""
+        """Whether and where the answer to these token ids of a chat reasons first; None if all of it is the answer."""
         if self.markers is None:
             return None
         last = ids[-MOST_BLANK:]
@@ -104,37 +104,37 @@ class PromptReader:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The model's chat template applied to messages, ready for an answer.
+        """Apply the model's chat template to messages, up to the beginning of the answer.
 
-        `tools` are shown to the model, as transformers takes them. Of the template's `options`, such as
-        enable_thinking, those that it does not name are left out.
+        `tools` are described to the model, in transformers' form. `options` of the template, such as enable_thinking,
+        are left out if it does not use them.
         """
         tokenizer = self._required()
         if not self.has_template:
-            raise UserError(f"{self._model} has no chat template: give the prompt as plain text")
+            raise UserError(f"{self._model} has no chat template: pass the prompt as plain text")
         texts = [_text_only(place, message) for place, message in enumerate(messages)]
         try:
-            shown: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
+            given: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
             template = str(tokenizer.chat_template)
-            shown |= {name: value for name, value in options.items() if re.search(rf"\b{re.escape(name)}\b", template)}
-            made = tokenizer.apply_chat_template(texts, add_generation_prompt=True, tokenize=False, **shown)
+            given |= {name: value for name, value in options.items() if re.search(rf"\b{re.escape(name)}\b", template)}
+            text = tokenizer.apply_chat_template(texts, add_generation_prompt=True, tokenize=False, **given)
         except Exception as cause:
             raise UserError(f"the chat template of {self._model} refuses the messages: {reason(cause)}") from cause
-        return str(made)
+        return str(text)
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         tokenizer = self._required()
         place = next((at for at, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
         if place is not None:
             raise UserError(
-                f"character {place} of the prompt is a lone surrogate (U+{ord(text[place]):04X}), which no text can "
-                "hold: decode the bytes it came from with errors='replace', or remove it"
+                f"character {place} of the prompt is a lone surrogate (U+{ord(text[place]):04X}), which is not valid "
+                "Unicode: decode the bytes it came from with errors='replace', or remove it"
             )
         return [int(token) for token in tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]]
 
     def _required(self) -> Any:
         if self.tokenizer is None:
-            raise UserError("the engine has no tokenizer: give prompts as token ids")
+            raise UserError("the engine has no tokenizer: pass prompts as token ids")
         return self.tokenizer
 
 
@@ -147,29 +147,29 @@ def _text_only(place: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise UserError(
-                f"message {place}: expected parts of type text, got {kind!r}: images, sound and video are not read, "
-                "also where the model could"
+                f"message {place}: expected parts of type text, got {kind!r} (images, sound and video are not "
+                "supported, even if the model reads them)"
             )
     return {**message, "content": "\n".join(part["text"] for part in content)}
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether a prompt is the messages of a chat."""
+    """Whether a prompt is a list of chat messages."""
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list: a text, a list of token ids and a list of messages are one prompt."""
+    """One prompt or several as a list of prompts; a list of token ids or of messages is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):  # those would give keys, and numbers
+    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):  # they iterate over keys and numbers
         raise UserError(
             "prompts: expected a text, token ids, chat messages (a list), or a list of those, got "
             f"{type(prompts).__name__}"
         )
     items: list[Any] = list(prompts)
     if not items:
-        raise UserError("no prompt given")
+        raise UserError("prompts: expected at least one prompt, got an empty list")
     if isinstance(items[0], int | Mapping):
         return [items]
     for item in items:

@@ -1,4 +1,4 @@
-"""The drafters that read heads as others publish them, declared once."""
+"""The drafters that use published heads, declared once."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from draftproof.errors import UserError
 
 
 def _head(name: str, load: Callable[[str, SlotBackend], TargetHead]) -> Callable[[DrafterContext, str], Drafter]:
-    """A drafter from a head that a directory or a hub id names."""
+    """A drafter from a head in a directory or on the hub."""
 
     def build(parts: DrafterContext, argument: str) -> Drafter:
         where, chains = _named(name, argument)
         with rounded_head(f"the head {where}", parts.bits):
             head = load(where, parts.target_backend(name))
-        return parts.following(head, name, chains)
+        return parts.head_drafter(head, name, chains)
 
     return build
 
 
 def _named(name: str, argument: str) -> tuple[str, int]:
-    """The head that an argument names, and the number of chains."""
+    """The head in an argument, and the number of chains."""
     where, chains = source(argument)
     if not where:
         raise UserError(
-            f"drafter {name}: expected a head, a directory or a hub id, for example {name}:heads/mine or "
+            f"drafter {name}: expected the directory or hub id of a head, for example {name}:heads/mine or "
             f"{name}:OWNER/NAME, got none"
         )
     return where, chains
@@ -62,7 +62,7 @@ def _part(name: str, about: str, load: Callable[[str, SlotBackend], TargetHead])
 
 
 def _block(kind: type[DFlashNet]) -> Callable[[str, SlotBackend], TargetHead]:
-    """Loads a head of DFlash's kin."""
+    """Loads a head of the DFlash family."""
     return lambda source, target: DFlashBackend(source, target, kind)
 
 
@@ -73,7 +73,7 @@ def _mtp(parts: DrafterContext, argument: str) -> Drafter:
     target = parts.target_backend("mtp")
     with rounded_head(f"the head {where or 'of the target itself'}", parts.bits):
         head: TargetHead = mtp_head_backend(where, target) if where else mtp_backend(target)
-    return parts.following(head, "mtp", chains)
+    return parts.head_drafter(head, "mtp", chains)
 
 
 PUBLISHED = (

@@ -1,6 +1,6 @@
-"""Every part by its name: what is declared (`drafter_parts`, `stopper_parts`, `verifier_parts`), and how it is made.
+"""The registry of parts by name, from `drafter_parts`, `stopper_parts` and `verifier_parts`, and `make_drafter`.
 
-Parsing, help texts, the table of compositions, the benchmark and the documentation are made from these declarations.
+Parsing, help texts, the table of compositions, benchmarks and documentation are generated from these declarations.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def make_drafter(
     rule: Verifier | None = None,
     budget: float = math.inf,
 ) -> Drafter:
-    """A drafter by its name with an argument; without a name, what is at hand for the target (`auto`).
+    """Make a drafter from "name" or "name:argument"; the default is `auto`.
 
-    A temperature or top-k of the draft is None for the request's; see `DrafterContext` for the rest. With `bits` the
-    draft model is given with quantized weights.
+    `temperature` and `top_k` override the request's for the draft. With `bits`, `draft` is already quantized. See
+    `DrafterContext` for the other arguments.
     """
     spec = name or DEFAULT_DRAFTER
     part, argument = find_drafter(spec)
@@ -91,17 +91,15 @@ def make_drafter(
     if traits.reads_draft and draft is None:
         raise UserError(f"drafter {part.name} needs a draft model: name one with draft (--draft)")
     if not (traits.reads_draft or traits.accepts_draft_model) and draft is not None and part.name != "none":
-        raise UserError(
-            f"drafter {part.name} reads no draft model: leave out {draft.name!r}, or choose another drafter"
-        )
+        raise UserError(f"drafter {part.name} uses no draft model: leave out {draft.name!r}, or choose another drafter")
     if part.name not in ("none", "auto") and (why := no_rollback_reason(target)):
-        raise UserError(f"drafter {spec} drafts, and {why}: use drafter none")
+        raise UserError(f"drafter {spec} cannot be used, because {why}: use drafter none")
     heads = spec.removeprefix("auto:").startswith("feature_head") or (
         traits.accepts_draft_model and target.name in SHIPPED_FEATURE_HEADS
     )
     if bits is not None and draft is None and not (heads or part in PUBLISHED):
         raise UserError(
-            f"draft_dtype int{bits} is for a draft model or a head, and drafter {spec} has none: leave it out, "
+            f"draft_dtype int{bits} is for a draft model or a head, but drafter {spec} has none: leave it out, "
             f"or choose drafter quantized:{bits}, the target with such weights"
         )
     changes = {"temperature": temperature, "top_k": top_k}

@@ -1,4 +1,4 @@
-"""Request: one request while it is decoded, and Output: its result."""
+"""Request: the state of a request while it is decoded. Output: its result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Chunk:
     """A piece of a streamed answer.
 
     Attributes:
-        text: text that no later token can change.
+        text: final text, which no later token can change.
         token_ids: tokens committed in the round.
         finish_reason: None until the last chunk.
         output: the whole answer, in the last chunk.
@@ -51,14 +51,14 @@ class Chunk:
 
 
 class SameText(StrEnum):
-    """Whether a request has the same text again, with its seed, in any batch and with any drafts."""
+    """Whether the same seed gives the same text in any batch and with any drafts."""
 
     YES = "yes"
-    BUT_FOR_ROUNDING = "but for rounding"  # a token that wins by a hair may change
-    BY_DRAFTS = "with the same drafts"  # draws belong to places in a round
+    BUT_FOR_ROUNDING = "but for rounding"  # a near tie may be decided otherwise
+    BY_DRAFTS = "with the same drafts"  # random numbers are keyed by the place in a round
 
 
-# Fields of an Output that its JSON has in another form, or only where they were asked for.
+# Fields of an Output that its JSON has in another form, or only if they were requested.
 _NOT_PLAIN = ("params", "stats", "logprobs", "prompt_logprobs", "reasoning", "reasoning_tokens")
 
 
@@ -68,23 +68,23 @@ class Output:
 
     Attributes:
         prompt: the text, or None for a prompt of token ids.
-        index: number of this continuation, of the n of the request.
+        index: number of this continuation among the n of the request.
         text: the generated text; empty without a tokenizer.
         token_ids: the generated tokens.
         finish_reason: "stop" or "length".
         stop_reason: the stop string or token id that ended it; None for EOS and length.
         lossless: whether the output distribution is exactly the target's.
-        same_bits: whether the target's logits are the same bits in every batch and draft, by construction
+        same_bits: whether the target's logits are bit-identical in every batch and draft, by construction
             (`Engine.rounding` says why not).
-        same_text: whether the request has the same text again, with its seed, in any batch and with any drafts.
+        same_text: whether the same seed gives the same text in any batch and with any drafts.
         drafter, stopper, verifier: the parts that were in effect.
         seed: of this request; the same seed gives the same draws.
         params: the sampling parameters in effect, including those of the checkpoint's generation config.
         logprobs: for each token, if requested.
         prompt_logprobs: for each token of the prompt, if requested; None for the first one.
         stats: counts, rates, times.
-        reasoning: what the model reasoned before its answer to a chat, which is not in `text`; None where it cannot.
-        reasoning_tokens: how many of `token_ids`, from the first on, belong to it.
+        reasoning: the reasoning before the answer to a chat, which is not in `text`; None if the model has none.
+        reasoning_tokens: how many of `token_ids`, from the first on, belong to the reasoning.
     """
 
     prompt: str | None
@@ -109,17 +109,17 @@ class Output:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        made = {name: value for name, value in vars(self).items() if name not in _NOT_PLAIN}
-        made |= {"token_ids": list(self.token_ids), "same_text": str(self.same_text)}
-        made["sampling"] = {name: getattr(self.params, name) for name in SHAPING}
-        made["stats"] = self.stats.to_dict()
+        values = {name: value for name, value in vars(self).items() if name not in _NOT_PLAIN}
+        values |= {"token_ids": list(self.token_ids), "same_text": str(self.same_text)}
+        values["sampling"] = {name: getattr(self.params, name) for name in SHAPING}
+        values["stats"] = self.stats.to_dict()
         if self.reasoning is not None:
-            made |= {"reasoning": self.reasoning, "reasoning_tokens": self.reasoning_tokens}
+            values |= {"reasoning": self.reasoning, "reasoning_tokens": self.reasoning_tokens}
         if self.logprobs is not None:
-            made["logprobs"] = [entry.to_dict() for entry in self.logprobs]
+            values["logprobs"] = [entry.to_dict() for entry in self.logprobs]
         if self.prompt_logprobs is not None:
-            made["prompt_logprobs"] = [None if entry is None else entry.to_dict() for entry in self.prompt_logprobs]
-        return made
+            values["prompt_logprobs"] = [None if entry is None else entry.to_dict() for entry in self.prompt_logprobs]
+        return values
 
 
 @dataclass(eq=False)
@@ -144,18 +144,17 @@ class Request:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     error: RequestError | None = None  # why it failed, or None
     prediction: tuple[int, ...] = ()  # tokens that the answer may repeat
-    offline: bool = False  # whether nobody waits for each token, so that it may wait while prompts of others are read
-    reading: bool = True  # whether its prompt is still to be read, or read again
-    # Of the prompt's tokens after the first one, as far as they are read; one list for all continuations of the prompt.
+    offline: bool = False  # whether it may pause while prompts of others are read
+    reading: bool = True  # whether its prompt is still to be read, or to be read again
+    # Of the prompt's tokens after the first one that are read so far; shared by all continuations of the prompt.
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    # The continuations of the prompt that have not ended, in order: the first one takes in the log-probabilities of the
-    # prompt for all.
+    # The running continuations of the prompt, in order; the first one collects the prompt's log-probabilities for all.
     siblings: list[Request] = field(default_factory=list, repr=False)
-    reused: int = 0  # tokens that were taken over from other requests instead of being read
+    reused: int = 0  # tokens reused from other requests instead of being read
     speculates: bool = True  # whether anything is drafted for it
-    cache_salt: str = ""  # what was read or written for it is used for requests with the same salt only
+    cache_salt: str = ""  # cached data is reused only by requests with the same salt
     share_text: bool = True  # whether such requests may draft from its tokens, and it from theirs
-    reasoning: Reasoning | None = None  # how its output begins; None where all of it is the answer
+    reasoning: Reasoning | None = None  # how its output begins; None if all of it is the answer
 
     @property
     def params(self) -> SamplingParams:
@@ -174,7 +173,7 @@ class Request:
 
     @property
     def place(self) -> int:
-        """Number of the output token that comes next, from 0; the key of draws with shared noise."""
+        """Index of the next output token; the key of draws with shared noise."""
         return len(self.tokens) - self.prompt_length
 
     @property
@@ -184,37 +183,37 @@ class Request:
 
     @property
     def unscored(self) -> bool:
-        """Whether it has to take in log-probabilities of the prompt."""
-        return self._lacks_scores and not self._second
+        """Whether it must still collect log-probabilities of the prompt."""
+        return self._lacks_scores and not self._awaits_sibling
 
     @property
     def awaits_scores(self) -> bool:
-        """Whether another continuation takes in the log-probabilities of the prompt now."""
-        return self._lacks_scores and self._second
+        """Whether another continuation is collecting the log-probabilities of the prompt."""
+        return self._lacks_scores and self._awaits_sibling
 
     @property
     def _lacks_scores(self) -> bool:
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1
 
     @property
-    def _second(self) -> bool:
+    def _awaits_sibling(self) -> bool:
         return bool(self.siblings) and self.siblings[0] is not self
 
     def leave(self) -> None:
-        """It has ended: another continuation goes on with what it did for all."""
+        """Remove it from its siblings when it ends; the next one continues what the first does for all."""
         if self in self.siblings:
             self.siblings.remove(self)
 
     def score(self, logits: Float[Tensor, "rows vocab"], first: int) -> None:
-        """Take in the logits after the tokens of the prompt from place `first` on."""
-        assert self.params.prompt_logprobs is not None, "only prompts whose log-probabilities are wanted"
-        known = len(self.prompt_logprobs) - first  # not 0 where a prompt is read a second time
+        """Add the log-probabilities of prompt tokens, from the logits after position `first` on."""
+        assert self.params.prompt_logprobs is not None, "only called if prompt_logprobs is requested"
+        known = len(self.prompt_logprobs) - first  # not 0 if a prompt is read a second time
         tokens = self.tokens[first + 1 : first + 1 + logits.shape[0]]
         if known < len(tokens):
             self.prompt_logprobs += top_logprobs(logits[known:], tokens[known:], self.params.prompt_logprobs)
 
     def draft_request(self, limit: int, budget: DraftBudget = UNLIMITED) -> DraftRequest:
-        """The part of the request that the drafter gets."""
+        """The view of the request that the drafter gets."""
         return DraftRequest(
             self.id,
             self.tokens,
@@ -246,7 +245,7 @@ class Request:
         return probabilities(rows, self.transforms, outputs, [paths[row] for row in above] if paths else ()).log()
 
     def commit(self, draft: Draft, verdict: Verdict, logits: Float[Tensor, "rows vocab"]) -> Cut:
-        """Cut a verdict at the request's end, and add tokens, text, statistics and log-probabilities.
+        """Cut a verdict at the end of the request; add its tokens, text, statistics and log-probabilities.
 
         The session is not changed: the next round's `unread` keeps the accepted path and drops the rest.
         """

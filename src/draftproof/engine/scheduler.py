@@ -1,9 +1,8 @@
-"""Which requests run, and what each of them reads in a round: admission, chunks of prompts, memory, reuse.
+"""Scheduling: admission of requests, prompt chunks, memory limits and prefix reuse.
 
-Requests are admitted in order, as many as the batch and the memory hold. A prompt is read in chunks while others are
-decoded, and whole where nobody waits. A prompt that begins like another one is not read again
-(`backends.cache.prefix_cache`). Where the memory is too small for running requests, the one that came last waits
-again; its text goes on where it was.
+Requests are admitted in order, as many as fit the batch and the memory. Prompts are read in chunks while interactive
+requests are decoded, else at once. A common prefix is read only once (`backends.cache.prefix_cache`). If running
+requests outgrow the memory, the newest one is preempted; later it continues where it was.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ _HEADROOM = 64  # tokens that a request can grow by when it is admitted
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Tokens of a prompt that a round reads, without its end."""
+    """Tokens of a prompt that a round reads; the end of the prompt is not among them."""
 
-    row: Request  # the request
-    tokens: list[int]  # what is read
-    scored: bool = False  # whether the logits after each of them are wanted: they are read as drafted tokens are
+    row: Request
+    tokens: list[int]
+    scored: bool = False  # whether the logits after each token are needed: then they are read like drafted tokens
 
     def feed(self, device: torch.device) -> Feed:
-        """What the target reads."""
+        """The input of the target."""
         assert self.row.session is not None, "planned requests have a session"
         if self.scored and len(self.tokens) > 1:
             rest = torch.tensor(self.tokens[1:], device=device)
@@ -45,33 +44,32 @@ class PrefillChunk:
         return Feed(self.row.session, self.tokens)
 
     def end(self, logits: Float[Tensor, "rows vocab"]) -> None:
-        """Take in the target's logits of a scored portion."""
+        """Pass the target's logits of a scored chunk to the request."""
         session = self.row.session
         assert session is not None, "planned requests have a session"
         unread(session, self.row.tokens)  # accepts what was read as drafted tokens
         self.row.score(logits, session.length - len(self.tokens))
 
     def draft_request(self) -> DraftRequest:
-        """What the drafter may read when the target has read the portion."""
+        """The drafter's view of the request after the target has read the chunk."""
         assert self.row.session is not None, "planned requests have a session"
         return replace(self.row.draft_request(1), tokens=self.row.tokens[: self.row.session.length + 1])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a round does."""
+    """The work of one round."""
 
-    # Requests that get tokens in it; some of them read a whole prompt first.
-    rows: list[Request] = field(default_factory=list)
+    rows: list[Request] = field(default_factory=list)  # requests that get tokens; some read their whole prompt first
     chunks: list[PrefillChunk] = field(default_factory=list)  # parts of other prompts
     reads: int = 0  # prompt tokens of both
-    has_interactive: bool = False  # whether somebody waits for the tokens of a request that is decoded
-    decoded: int = 0  # how many of `rows` were decoded before
-    depth: int = 0  # tokens that stand before one of the prompt tokens, on average
+    has_interactive: bool = False  # whether an interactive request is being decoded
+    decoded: int = 0  # how many of `rows` were being decoded before
+    depth: int = 0  # mean number of tokens before a prompt token
 
 
 class NoSessions:
-    """Stands for a drafter without sessions of its own."""
+    """Placeholder for a drafter without sessions."""
 
     backends: Sequence[Backend] = ()
 
@@ -86,25 +84,25 @@ class NoSessions:
 
 
 def _depth(row: Request) -> int:
-    """Tokens of a request that its session has read."""
+    """Number of tokens that a request's session has read."""
     return row.session.length if row.session is not None else 0
 
 
-def _scored(row: Request, tokens: Sequence[int], room: int) -> PrefillChunk:
-    """The next tokens of a prompt whose log-probabilities are wanted; its end is read with the first draft."""
+def _scored_chunk(row: Request, tokens: Sequence[int], room: int) -> PrefillChunk:
+    """The next chunk of a prompt with requested log-probabilities; its end is read with the first draft."""
     return PrefillChunk(row, list(tokens[: min(room, len(tokens) - 1)]), scored=True)
 
 
 class Scheduler:
-    """The requests of an engine, waiting and running, in the order of their arrival.
+    """The waiting and running requests of an engine, in the order of their arrival.
 
     Args:
-        target: the target.
-        drafter: its sessions' side.
-        max_batch: returns how many requests run together.
-        spare: returns how many tokens a request reads at most beyond those that are committed.
+        target: the target model.
+        drafter: the drafter, for its sessions.
+        max_batch: returns how many requests may run together.
+        spare: returns the most tokens that a request reads beyond its committed ones.
         kv_memory: bytes for keys, values and states; None for no limit.
-        prefix_reuse: whether what was read of other requests is reused.
+        prefix_reuse: whether common prefixes are reused.
     """
 
     def __init__(
@@ -120,9 +118,9 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.chunk_size = ChunkSize()
-        self.kept = PrefixCache() if prefix_reuse else PrefixCache(0)  # sessions of requests that ended
-        self.kept.most_nbytes = room_for_sessions(target.device) if kv_memory is None else kv_memory
-        drafter.reuse(self.kept)
+        self.prefix_cache = PrefixCache() if prefix_reuse else PrefixCache(0)  # sessions of requests that ended
+        self.prefix_cache.most_nbytes = room_for_sessions(target.device) if kv_memory is None else kv_memory
+        drafter.reuse(self.prefix_cache)
         self.budget = MemoryBudget(kv_memory, lambda: [target, *drafter.backends], spare)
         self._target = target
         self._drafter = drafter
@@ -131,8 +129,10 @@ class Scheduler:
 
     @property
     def use(self) -> MemoryUse:
-        """Memory at this moment."""
-        return MemoryUse(self.budget.needed(self._lengths()), self.kept.nbytes, self.budget.most, self.kept.reused)
+        """Current memory use."""
+        return MemoryUse(
+            self.budget.needed(self._lengths()), self.prefix_cache.nbytes, self.budget.most, self.prefix_cache.reused
+        )
 
     def _lengths(self) -> list[int]:
         return [len(row.tokens) for row in self.running]
@@ -140,7 +140,7 @@ class Scheduler:
     # --- admission --------------------------------------------------------------------------------------------------
 
     def admit(self) -> list[Request]:
-        """Let waiting requests run where there is room; returns requests that wait again, for want of memory."""
+        """Start waiting requests if there is room; returns requests that were preempted for lack of memory."""
         stopped = []
         while len(self.running) > 1 and not self._has_room(self._lengths()):
             stopped.append(self._stop_last())
@@ -154,13 +154,13 @@ class Scheduler:
         return stopped
 
     def _has_room(self, lengths: Sequence[int]) -> bool:
-        """Whether such requests fit, after kept sessions were closed for them where that helps."""
+        """Whether requests of these lengths fit; cached sessions are dropped if that makes them fit."""
         if self.budget.most is None:
             return True
         if not self.budget.fits(lengths):
             return False
-        while not self.budget.fits(lengths, self.kept.nbytes):
-            self.kept.drop()
+        while not self.budget.fits(lengths, self.prefix_cache.nbytes):
+            self.prefix_cache.drop()
         return True
 
     def _stop_last(self) -> Request:
@@ -170,12 +170,12 @@ class Scheduler:
         self.waiting.appendleft(row)
         return row
 
-    def end(self, row: Request, *, well: bool) -> None:
-        """Take a request out of those that run; where it ended `well`, what was read of it may be reused."""
+    def end(self, row: Request, *, reusable: bool) -> None:
+        """Remove a running request; if `reusable`, its session goes to the prefix cache."""
         self.running.remove(row)
-        if well and row.session is not None:
+        if reusable and row.session is not None:
             self._drafter.ended(row.id, row.tokens)
-            self.kept.keep(self._target, row.session, row.tokens)
+            self.prefix_cache.keep(self._target, row.session, row.tokens)
             row.session = None
         self._close(row)
 
@@ -188,12 +188,12 @@ class Scheduler:
     # --- rounds -----------------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
-        """What the next round does."""
+        """The plan of the next round."""
         decoding = [row for row in self.running if not row.reading]
         if len(decoding) == len(self.running):
             return Plan(decoding, has_interactive=any(not row.offline for row in decoding), decoded=len(decoding))
         reading = [row for row in self.running if row.reading and not self._waits_for_another(row)]
-        left = {row: self._left(row) for row in reading}
+        left = {row: self._unread_tokens(row) for row in reading}
         whole = not self._target.capabilities.portions
         if all(row.offline for row in decoding):
             return self._at_once(decoding, left, whole=whole)
@@ -204,7 +204,7 @@ class Scheduler:
             tokens = left[row]
             if row.unscored:
                 if room:
-                    parts.append(_scored(row, tokens, room))
+                    parts.append(_scored_chunk(row, tokens, room))
             elif len(tokens) <= max(room, 1) or (whole and room == size > 0):
                 joined.append(row)
             elif room and not whole:
@@ -217,12 +217,12 @@ class Scheduler:
         return Plan(self._in_order(joined), parts, reads, has_interactive=True, decoded=len(decoding), depth=depth)
 
     def _at_once(self, decoding: list[Request], left: dict[Request, list[int]], *, whole: bool) -> Plan:
-        """Nobody minds waiting: prompts that are scored, or a chunk of a long prompt, or all others together."""
+        """The plan without interactive requests: scored prompts, or a chunk of a long prompt, or all others at once."""
         parts: list[PrefillChunk] = []
         room = PREFILL_CHUNK
         for row in self._in_turns({row: tokens for row, tokens in left.items() if row.unscored}):
             if room and (not parts or self._target.capabilities.ragged):
-                parts.append(_scored(row, left[row], room))
+                parts.append(_scored_chunk(row, left[row], room))
                 room -= len(parts[-1].tokens)
         if parts:
             return Plan(chunks=parts, reads=PREFILL_CHUNK - room)
@@ -236,45 +236,45 @@ class Scheduler:
         return [row for row in self.running if row in rows]
 
     def _in_turns(self, left: dict[Request, list[int]]) -> list[Request]:
-        """The prompts that are to be read: in every second round the oldest first, else those with the least left."""
+        """The prompts to read: oldest first in every second round, else shortest remainder first."""
         self._turn += 1
         return list(left) if self._turn % 2 else sorted(left, key=lambda row: len(left[row]))
 
-    def _left(self, row: Request) -> list[int]:
-        """What a request has to read; its session is opened at first, with what is known of its tokens."""
+    def _unread_tokens(self, row: Request) -> list[int]:
+        """The tokens that a request must still read; opens its session first, with a cached prefix if there is one."""
         if row.session is None and row.unscored:
             row.session = self._target.open()
             row.session.cache_salt = row.cache_salt
         elif row.session is None:
             others = [each.session for each in self.running if each.session is not None]
-            row.session = self.kept.open(self._target, row.tokens, others, row.cache_salt)
+            row.session = self.prefix_cache.open(self._target, row.tokens, others, row.cache_salt)
             row.reused = row.session.length
         return unread(row.session, row.tokens)
 
     def _waits_for_another(self, row: Request) -> bool:
-        """Whether an older request reads now what this one begins with: it is copied when it is there.
+        """Whether an older request is reading this one's prefix, which can be copied afterwards.
 
-        A continuation also waits while another one takes in the log-probabilities of their prompt.
+        A continuation also waits while another one collects the log-probabilities of their prompt.
         """
         if row.awaits_scores:
             return True
-        if row.session is not None or row.unscored or not self.kept.most:
+        if row.session is not None or row.unscored or not self.prefix_cache.most:
             return False
         for other in self.running[: self.running.index(row)]:
             if other.reading and other.cache_salt == row.cache_salt:
                 shared = common_prefix(other.tokens, row.tokens[:-1])
-                if shared >= max(self.kept.shortest, len(row.tokens) // 2) and self._will_reach(other, shared):
+                if shared >= max(self.prefix_cache.shortest, len(row.tokens) // 2) and self._will_reach(other, shared):
                     return True
         return False
 
     @staticmethod
     def _will_reach(other: Request, shared: int) -> bool:
-        """Whether a request that still reads has not read this much yet, and can be copied then."""
+        """Whether a reading request has not read this many tokens yet, but will keep a copyable session there."""
         if other.session is None:
             return True
         return other.session.reach(min(shared, other.session.stem)) < shared
 
-    def spent(self, plan: Plan, seconds: float, drafted: int, drafting: float) -> None:
-        """Record a finished round: its seconds without drafting, the drafted tokens, and the seconds of drafting."""
+    def record_time(self, plan: Plan, seconds: float, drafted: int, drafting: float) -> None:
+        """Record a round: its seconds without drafting, the number of drafted tokens, and the seconds of drafting."""
         if plan.has_interactive:
-            self.chunk_size.spent(seconds, plan.reads, plan.decoded + drafted, drafting, plan.depth)
+            self.chunk_size.record_time(seconds, plan.reads, plan.decoded + drafted, drafting, plan.depth)

@@ -25,7 +25,7 @@ RATES = ("block_efficiency", "discard_rate", "verification_rate", "tokens_per_se
 
 @dataclass
 class Seconds:
-    """Wall-clock seconds by part; each request of a batch counts the whole round, because it waits for all of it."""
+    """Wall-clock seconds by part; each request of a batch is charged the whole round, because it waits for it."""
 
     draft: float = 0.0
     target: float = 0.0
@@ -34,7 +34,7 @@ class Seconds:
 
     @property
     def other(self) -> float:
-        """Seconds outside these parts: bookkeeping, detokenising, streaming."""
+        """Seconds outside these parts: bookkeeping, detokenizing, streaming."""
         return max(self.total - self.draft - self.target - self.verify, 0.0)
 
     @contextmanager
@@ -69,8 +69,8 @@ class Stats:
         num_accepted_tokens_per_pos: accepted tokens at each position of the draft.
         num_drafts_per_pos: rounds whose draft reached each position, accepted or not.
         num_accepted_prediction_tokens: accepted tokens that were drafted from a predicted text.
-        num_first_tokens: tokens that the first round emitted, which also reads the end of the prompt.
-        seconds_to_first: seconds until that round ended, without waiting in a queue.
+        num_first_tokens: tokens emitted by the first round, which also reads the end of the prompt.
+        seconds_to_first: seconds until that round ended, without the time in the queue.
         seconds: time by part.
     """
 
@@ -98,7 +98,7 @@ class Stats:
             for place in range(places):
                 reached[place] += 1
 
-    def spend(self, seconds: Seconds) -> None:
+    def add_time(self, seconds: Seconds) -> None:
         """Add the time of a round, after its counts."""
         self.seconds.add(seconds)
         if self.num_tokens and not self.num_first_tokens:
@@ -136,9 +136,9 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        made = asdict(self)
-        del made["seconds"]  # which stand at the end, with their rest
-        return {**made, **{name: getattr(self, name) for name in RATES}, "seconds": self.seconds.to_dict()}
+        counts = asdict(self)
+        del counts["seconds"]  # added at the end, with `other`
+        return {**counts, **{name: getattr(self, name) for name in RATES}, "seconds": self.seconds.to_dict()}
 
 
 def total_stats(each: Iterable[Stats]) -> Stats:

@@ -1,4 +1,4 @@
-"""Every stopper, declared once: its name and argument, and whether its drafts have one length."""
+"""The declarations of all stoppers: name, argument, and whether their drafts have a constant length."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SHIPPED_HEADS = {  # by draft model; in each a directory named as the stopper
     "embedded:stories-draft": stories_heads_dir(),
 }
 SHIPPED_FEATURE_HEADS = {"smollm2-135m": feature_head_dir()}  # by target
-OWN_HEADS = "heads"  # a feature head's directory may hold such a directory of its own
+OWN_HEADS = "heads"  # subdirectory of a feature head's directory for its stoppers' heads
 
 
 def _length(make: Callable[..., Stopper], example: str) -> Callable[[str, str | None], Stopper]:
-    """A stopper with a whole number as its argument."""
+    """A stopper with an integer as its argument."""
 
     def build(argument: str, draft: str | None) -> Stopper:  # noqa: ARG001
         try:
@@ -38,7 +38,7 @@ def _length(make: Callable[..., Stopper], example: str) -> Callable[[str, str | 
             if isinstance(cause, UserError):
                 raise
             name = example.partition(":")[0]
-            raise UserError(f"stopper {name} takes a whole number, not {argument!r}: for example {example}") from None
+            raise UserError(f"stopper {name}: expected an integer, for example {example}, got {argument!r}") from None
 
     return build
 
@@ -53,15 +53,15 @@ def _threshold(make: Callable[..., Stopper], example: str) -> Callable[[str, str
 
 
 def _headed(make: Callable[[Head, float | None], Stopper], example: str) -> Callable[[str, str | None], Stopper]:
-    """A stopper with a trained head: its directory, a threshold, both or none; default the draft's own shipped head."""
+    """A stopper with a trained head: DIR, threshold, both or neither; default the head that ships for the draft."""
     name = example.partition(":")[0]
 
     def build(argument: str, draft: str | None) -> Stopper:
         where, _, last = argument.rpartition(":")
         path, threshold = (where, last) if is_number(last) else (argument, "")
-        shelf = None if path else _heads_of(draft)
-        if shelf is not None:
-            path = str(shelf / name) if (shelf / name).is_dir() else ""
+        shipped = None if path else _heads_of(draft)
+        if shipped is not None:
+            path = str(shipped / name) if (shipped / name).is_dir() else ""
         if not path:
             raise UserError(
                 f"stopper {name} needs the directory of a head, for example {example}: none ships for the draft model "
@@ -73,7 +73,7 @@ def _headed(make: Callable[[Head, float | None], Stopper], example: str) -> Call
 
 
 def _heads_of(draft: str | None) -> Path | None:
-    """Where the heads lie that ship for a draft model, or for a feature head beside its own files."""
+    """The directory of the heads that ship for a draft model or a feature head."""
     kind, _, argument = (draft or "").partition(":")
     if kind != "feature_head":
         return SHIPPED_HEADS.get(draft or "")
@@ -85,19 +85,19 @@ def _heads_of(draft: str | None) -> Path | None:
 
 def _refuse_oracle(argument: str, draft: str | None) -> Stopper:  # noqa: ARG001
     raise UserError(
-        "stopper oracle needs a recorded run (it knows the target's greedy tokens in advance): "
-        "it is for analysis in Python, draftproof.stoppers.history.Oracle"
+        "stopper oracle needs a recorded run (it knows the target's greedy tokens in advance): use "
+        "draftproof.stoppers.history.Oracle in Python, for analysis"
     )
 
 
 def _auto(argument: str, draft: str | None) -> Stopper:  # noqa: ARG001
-    """The length by the cost model: at a draft pass's share of a target pass, or at what is measured here."""
+    """The stopper `auto`: with the given cost of a draft pass in target passes, or with measured costs."""
     if not argument:
         return Auto()
     share = number(argument, "auto:0.1")
     if not 0 <= share < math.inf:
         raise UserError(
-            f"stopper auto takes a draft pass's cost in target passes, not {argument}: for example auto:0.1"
+            f"stopper auto: expected the cost of a draft pass in target passes, for example auto:0.1, got {argument}"
         )
     return Auto(RoundCosts(target=1.0, draft=share), name=f"auto:{share:g}")
 
@@ -109,14 +109,15 @@ STOPPERS: dict[str, StopperPart] = {
             name="auto",
             argument="R",
             example="auto:0.1",
-            about="as many tokens as pay, by measured costs (or with a draft pass at R target passes) and acceptance",
+            about="as many tokens as pay off, by acceptance rates and measured costs (or a draft pass of R target "
+            "passes)",
             make=_auto,
         ),
         StopperPart(
             name="fixed",
             argument="N",
             example="fixed:4",
-            about="N tokens every round",
+            about="N tokens in every round",
             make=_length(lambda length=4: FixedLength(length), "fixed:4"),
             constant=True,
         ),
@@ -124,7 +125,7 @@ STOPPERS: dict[str, StopperPart] = {
             name="schedule",
             argument="N",
             example="schedule:5",
-            about="N tokens at first; two more after a draft that was accepted whole, one less after any other",
+            about="N tokens at first; two more after a fully accepted draft, one less after any other",
             make=_length(Schedule, "schedule:5"),
         ),
         StopperPart(
@@ -145,7 +146,7 @@ STOPPERS: dict[str, StopperPart] = {
             name="predicted",
             argument="T",
             example="predicted:0.3",
-            about="as long as a draft head predicts, with a probability of T or more, that all is accepted (DSpark)",
+            about="until a draft head predicts that all tokens are accepted with a probability below T (DSpark)",
             make=_threshold(Predicted, "predicted:0.3"),
         ),
         StopperPart(
@@ -168,13 +169,13 @@ STOPPERS: dict[str, StopperPart] = {
             name="approximate",
             argument="DIR:T",
             example="approximate:heads/mine:0.5",
-            about="until a small verifier refuses a token: its probability is at most T (SPRINTER)",
+            about="until a small verifier gives a token a probability of at most T (SPRINTER)",
             make=_headed(Approximate, "approximate:heads/mine:0.5"),
             head="verifier",
         ),
         StopperPart(
             name="oracle",
-            about="up to the next rejection, by hindsight on a recorded run; for analysis in Python",
+            about="up to the next rejection, known from a recorded run; for analysis in Python",
             make=_refuse_oracle,
             offered=False,
         ),
@@ -184,20 +185,20 @@ OFFERED_STOPPERS = {name: part for name, part in STOPPERS.items() if part.offere
 
 
 def find_stopper(spec: str) -> tuple[StopperPart, str]:
-    """The part that "name" or "name:argument" names, and the argument."""
+    """The part and argument of "name" or "name:argument"."""
     forms = ", ".join(part.form for part in OFFERED_STOPPERS.values())
-    return find(STOPPERS, spec, "stopper", f"{forms} (the argument may be left out)")
+    return find(STOPPERS, spec, "stopper", f"{forms} (the argument is optional)")
 
 
 def make_stopper(spec: str, draft: str | None = None) -> Stopper:
-    """A stopper from "name" or "name:argument".
+    """Make a stopper from "name" or "name:argument".
 
-    `draft` is the name of the draft model, or the drafter's where it has none, for stoppers whose head ships for it.
+    `draft` is the name of the draft model, or of the drafter if there is none, for stoppers with shipped heads.
     """
     part, argument = find_stopper(spec)
     return part.make(argument, draft)
 
 
 def default_stopper(rule: Verifier | None) -> str:
-    """The stopper of an engine for which none is named: what pays, or a constant length where the rule needs one."""
+    """The default stopper: auto, or a constant length if the rule needs one."""
     return DEFAULT_CONSTANT_STOPPER if rule is not None and rule.constant_length else DEFAULT_STOPPER

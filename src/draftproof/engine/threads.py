@@ -1,19 +1,19 @@
-"""How many threads a round computes with, where other processes want the processors too.
+"""The number of threads of a round, if other processes need the processors too.
 
 The C library's own threads let others run while they wait, and torch's do not spin while rounds are computed on them
-(`native.threads`). What follows is about rounds whose products, or other large parts, are torch's.
+(`native.threads`). This module is for rounds whose products, or other large parts, are torch's.
 
-A product of matrices is done when its last thread is. The threads of one team wait for each other hundreds of times in
-a round, and they wait by spinning, which is the fastest way on a quiet machine. Where another process has one of the
+A product of matrices is done when its last thread is. The threads of a team wait for each other hundreds of times in a
+round. They wait by spinning, which is the fastest way on a quiet machine. But if another process has one of the
 processors, each wait may take a time slice of the system's scheduler, and a round with all threads takes ten times as
-long as a round with fewer. So where threads are interrupted often, the present number is compared by the clock with all
-threads, one, half, a quarter and so on, in turns, and the fastest stays. What native layers compute does not
-depend on the number. More threads than now are only compared where small products of theirs are not held up: where
-they are, two rounds may take many seconds.
+long as one with fewer. So if threads are interrupted often, the current number is compared by the clock with all
+threads, one, half, a quarter and so on, alternately, and the fastest is kept. The results of native layers do not
+depend on the number. More threads are only tried if small products on them are not held up; otherwise two rounds could
+take many seconds.
 
-OpenMP keeps a team of threads for every thread that ever computed, for its next region. Where all teams together have
-more threads than there are processors, GNU's runtime lets them wait without spinning, also when only one of them has
-something to do: a round takes twice as long then. So a team ends when its thread is not known to compute on.
+OpenMP keeps a team of threads for every thread that ever computed, for its next region. If all teams together have more
+threads than there are processors, GNU's runtime lets them wait without spinning, even if only one team has work, and a
+round takes twice as long. So the team of a thread ends when the thread is not known to compute again.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import torch
 
 from draftproof.native.threads import end_team, limit_spinning, openmp_function
 
-SUSPICIOUS = 100.0  # interruptions a second; a quiet machine has fewer (60 were seen), two busy neighbours make 250
-_WINDOW = 1.0  # seconds over which interruptions are counted: a quiet machine has many of them in some tenths
-_BLOCK = 2  # rounds with one number before those with the other
-_ROUNDS, _SECONDS = 8, 1.0  # of each number in a comparison: as many rounds, or as long with half as many
-_CLEAR = ((4.0, _BLOCK), (2.0, _ROUNDS // 2))  # so many times the other's time, in so many rounds, is enough
-_FEWER = 0.9  # of the time for a token that fewer threads have to need at most
+SUSPICIOUS = 100.0  # interruptions per second; a quiet machine has fewer (60 were seen), two busy neighbours cause 250
+_WINDOW = 1.0  # seconds over which interruptions are counted; within tenths of a second, a quiet machine has many
+_BLOCK = 2  # rounds with one number before the other number takes its turn
+_ROUNDS, _SECONDS = 8, 1.0  # needed for each number: this many rounds, or this much time with half as many rounds
+_CLEAR = ((4.0, _BLOCK), (2.0, _ROUNDS // 2))  # enough earlier: this ratio of times, in this many rounds
+_FEWER = 0.9  # fewer threads win if they need at most this share of the time per token
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between comparisons
 _AGAIN = 4.0  # seconds between probes of more threads
 _PROBE, _SMALL = 0.03, 1 << 15  # seconds of a probe, longer than a time slice; numbers that each thread adds to
@@ -43,7 +43,7 @@ _HELD_UP, _SLOW = 1.5, 1e-3  # times the least time of a small product, or secon
 
 @dataclass
 class _Spent:
-    """What rounds with one number of threads took."""
+    """The time of rounds with one number of threads."""
 
     rounds: int = 0
     seconds: float = 0.0
@@ -56,12 +56,12 @@ class _Spent:
 
     @property
     def each(self) -> float:
-        """Seconds for a token."""
+        """Seconds per token."""
         return self.seconds / max(self.tokens, 1)
 
 
 def _known(one: _Spent, other: _Spent) -> bool:
-    """Whether two numbers of threads were compared long enough."""
+    """Whether two numbers of threads have been compared for long enough."""
     rounds, times = min(one.rounds, other.rounds), sorted((one.each, other.each))
     if any(rounds >= least and times[1] > ratio * times[0] for ratio, least in _CLEAR):
         return True
@@ -72,14 +72,14 @@ class ThreadCount:
     """Chooses the number of threads of each round.
 
     Args:
-        interruptions: how often threads of this process were interrupted so far; None where that is not known, and the
-            number of threads is then left alone.
-        clock: seconds.
-        held_up: whether so many threads are held up in small products; None compares rounds without asking.
+        interruptions: returns how often threads of this process were interrupted so far; None if that is unknown, and
+            the number of threads is then never changed.
+        clock: returns seconds.
+        held_up: returns whether this many threads are held up in small products; None compares rounds without asking.
         own: whether products run on the C library's own threads.
 
     Attributes:
-        count: threads of the next round; at most as many as torch is set to.
+        count: number of threads of the next round; at most torch's number.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ThreadCount:
 
     @contextmanager
     def set(self) -> Iterator[None]:
-        """Within it this thread's OpenMP regions have the chosen number of threads."""
+        """Set the chosen number of threads for this thread's OpenMP regions within the block."""
         most = torch.get_num_threads()
         if most != self._most:  # the first round, or the caller chose another number
             self._most = self.count = most
@@ -127,13 +127,13 @@ class ThreadCount:
 
     @property
     def _now(self) -> int:
-        """Of the round that begins: in a comparison the two numbers take turns."""
+        """The number for the next round; in a comparison the two numbers take turns."""
         if self._other is not None and self._turn // _BLOCK % 2:
             return self._other
         return self.count
 
-    def spent(self, seconds: float, tokens: int) -> None:
-        """Take in a round without prompts: its time, and how many tokens it gave."""
+    def record_time(self, seconds: float, tokens: int) -> None:
+        """Record the time and the number of tokens of a round that read no prompts."""
         if self._most < 2 or self._interruptions is None or omp_set_num_threads() is None:
             return
         if self._other is None:
@@ -145,8 +145,8 @@ class ThreadCount:
             self._decide()
 
     def _watch(self) -> None:
-        """Begin a comparison, where it is time for one."""
-        assert self._interruptions is not None, "checked by spent"
+        """Start a comparison if it is time for one."""
+        assert self._interruptions is not None, "checked by record_time"
         now = self._clock()
         if now - self._since < _WINDOW:
             return
@@ -157,7 +157,7 @@ class ThreadCount:
         if now < self._next or (self.count == self._most and rate < SUSPICIOUS):
             return
         halves = [self._most >> times for times in range(self._most.bit_length())]
-        # One thread waits for nobody, so it comes early.
+        # A single thread waits for no other, so it is tried early.
         order = self._candidates or [self._most, halves.pop(), *halves[1:]]
         self._candidates = [each for each in order if each != self.count] or [self._most]
         self._other = self._candidates.pop(0)
@@ -168,7 +168,7 @@ class ThreadCount:
             self._next = self._clock() + _AGAIN
 
     def _decide(self) -> None:
-        """Keep the better number."""
+        """End the comparison with the better number."""
         assert self._other is not None, "a comparison runs"
         few, many = sorted((self.count, self._other))
         better = few if self._spent[few].each < _FEWER * self._spent[many].each else many
@@ -181,15 +181,15 @@ class ThreadCount:
 
 
 class SmallProducts:
-    """Says whether threads are held up, by the time of small parallel regions beside the least that was seen."""
+    """Detects whether threads are held up: small parallel regions take longer than their shortest measured time."""
 
     def __init__(self) -> None:
         self._least: dict[int, float] = {}
 
     def held_up(self, threads: int) -> bool:
-        """Whether so many threads of the caller wait for each other, because other processes have a processor.
+        """Whether this many threads of the caller wait for each other because other processes have a processor.
 
-        Takes 0.03 seconds, or as long as a few time slices.
+        The measurement takes 0.03 seconds, or a few time slices.
         """
         change = omp_set_num_threads()
         if change is None:
@@ -215,7 +215,7 @@ _with_team: set[int] = set()  # threads that computed rounds, and may have a tea
 
 @contextmanager
 def _team() -> Iterator[None]:
-    """Rounds of the calling thread; its team ends with them where other threads compute, too."""
+    """Run rounds of the calling thread; its team ends afterwards if other threads compute, too."""
     mine = threading.get_ident()
     _with_team.add(mine)
     try:
@@ -229,7 +229,7 @@ def _team() -> Iterator[None]:
 
 
 def release_team() -> None:
-    """End the team of the calling thread: its next region starts one again, which takes 0.2 ms with two threads."""
+    """End the team of the calling thread; its next region starts a new one, which takes 0.2 ms with two threads."""
     _with_team.discard(threading.get_ident())
     _end_team()
 
@@ -240,16 +240,16 @@ def _end_team() -> None:
 
 
 def omp_set_num_threads() -> Callable[[int], None] | None:
-    """Sets the number of threads of the calling thread's regions; None where torch's OpenMP does not offer it.
+    """A function that sets the number of threads of the calling thread's regions; None if OpenMP does not have it.
 
-    `torch.set_num_threads` would also change what threads that start later begin with.
+    `torch.set_num_threads` would also change the number for threads that start later.
     """
     found: Callable[[int], None] | None = openmp_function("omp_set_num_threads")
     return found
 
 
 def interruptions() -> Callable[[], int] | None:
-    """Counts how often the system took a processor from a thread of this process; None where it does not say."""
+    """A counter of involuntary context switches of this process's threads; None if the system has none."""
     if sys.platform == "win32":
         return None
     import resource

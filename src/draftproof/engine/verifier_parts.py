@@ -1,4 +1,4 @@
-"""Every verification rule, declared once: its name and parameter, what it takes, whether it is lossless."""
+"""The declarations of all verification rules: name, parameter, accepted drafts, whether they are lossless."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from draftproof.verifiers.trie import (
 )
 
 DEFAULT_VERIFIER, DEFAULT_TREE_VERIFIER = "block", "trie_block"
-SEEDED_VERIFIER = "gumbel"  # of requests with a seed whose drafts depend on a clock or on other requests
+SEEDED_VERIFIER = "gumbel"  # for requests with a seed whose drafts depend on a clock or on other requests
 
 
 def _rule(make: Callable[..., Verifier], about: str, *, argument: str = "", example: str = "") -> VerifierPart:
-    """A rule; its traits are those of what `make` makes."""
+    """The declaration of a rule, with the traits of the verifier that `make` returns."""
     made = make()
 
     def build(given: str) -> Verifier:
@@ -49,12 +49,12 @@ VERIFIERS: dict[str, VerifierPart] = {
     part.name: part
     for part in (
         _rule(block_verifier, "keeps the longest prefix that passes a joint test; never worse than token"),
-        _rule(token_verifier, "keeps each token with min(1, p/q) until the first refusal"),
-        _rule(GreedyBlockVerifier, "as block, with a memory; constant lengths only"),
-        _rule(match_verifier, "draws from the target and keeps the draft while it is the same"),
-        _rule(gumbel_verifier, "as match, with the draft's random numbers: a seed gives one text, whatever drafts"),
-        _rule(trie_block_verifier, "block verification of several drafts: SpecTr's coupling inside it"),
-        _rule(spectr_verifier, "SpecTr: K-SEQ at each place of several drafts"),
+        _rule(token_verifier, "keeps each token with probability min(1, p/q) until the first rejection"),
+        _rule(GreedyBlockVerifier, "block with a state over rounds; constant lengths only"),
+        _rule(match_verifier, "samples from the target and keeps the draft while it is the same"),
+        _rule(gumbel_verifier, "match with the draft's random numbers: a seed gives the same text with any draft"),
+        _rule(trie_block_verifier, "block verification of several drafts, with SpecTr's coupling"),
+        _rule(spectr_verifier, "SpecTr: K-SEQ at each position of several drafts"),
         _rule(multi_round_verifier, "SpecInfer's recursive rejection of several drafts"),
         _rule(traversal_verifier, "the bottom-up form of multi_round"),
         _rule(multi_path_verifier, "the best of several drafts by p/q, verified as one block"),
@@ -83,12 +83,12 @@ LOSSY = tuple(name for name, part in VERIFIERS.items() if not part.lossless)
 
 
 def find_verifier(spec: str) -> tuple[VerifierPart, str]:
-    """The part that "name" or "name:parameter" names, and the parameter."""
+    """The part and parameter of "name" or "name:parameter"."""
     lossless = ", ".join(known for known in VERIFIERS if known not in LOSSY)
     return find(VERIFIERS, spec, "verifier", f"{lossless}, or the lossy {', '.join(LOSSY)}")
 
 
 def make_verifier(spec: str) -> Verifier:
-    """A verification rule from "name" or "name:parameter"."""
+    """Make a verification rule from "name" or "name:parameter"."""
     part, argument = find_verifier(spec)
     return part.make(argument)

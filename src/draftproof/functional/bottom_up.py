@@ -27,7 +27,7 @@ from draftproof.functional.coupling import first_success
 from draftproof.functional.nodes import DepthSlots, Tries
 from draftproof.rng import Rng
 
-PORTION = 1 << 20  # entries of a temporary on a CPU
+CHUNK_ENTRIES = 1 << 20  # entries of a temporary on a CPU
 
 
 class TriePlan(NamedTuple):
@@ -55,13 +55,13 @@ def draws_of(tries: Tries, level: DepthSlots) -> tuple[Int[Tensor, "r D"], Int[T
     return kids, kids + (level.rows // slots * slots).unsqueeze(-1)
 
 
-def portions(tries: Tries, p: Float[Tensor, "m V"]) -> Iterator[DepthSlots]:
+def level_chunks(tries: Tries, p: Float[Tensor, "m V"]) -> Iterator[DepthSlots]:
     """The levels from the root down; on a CPU in parts of a few slots each.
 
     Slots of one depth are independent. On a CPU, temporaries for the whole batch would cost more in page faults than in
     arithmetic.
     """
-    most = max(PORTION // p.shape[-1], 1) if p.device.type == "cpu" else p.shape[0]
+    most = max(CHUNK_ENTRIES // p.shape[-1], 1) if p.device.type == "cpu" else p.shape[0]
     for level in tries.inner:
         for first in range(0, level.rows.shape[0], most):
             rows = level.rows[first : first + most]

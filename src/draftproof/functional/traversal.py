@@ -16,7 +16,7 @@ from draftproof.functional.bottom_up import (
     draws_of,
     entry_at,
     hand_down,
-    portions,
+    level_chunks,
     store,
     with_leaves,
 )
@@ -28,7 +28,7 @@ from draftproof.rng import Rng
 def traversal_plan(tries: Tries, q: QRows, p: PRows, *, replacement: bool = True) -> TriePlan:
     """The plan of traversal verification: at each slot recursive rejection, which starts from a p."""
     plan = blank_plan(tries)
-    for level in portions(tries, p):
+    for level in level_chunks(tries, p):
         kids, flat = draws_of(tries, level)
         if level.single == level.rows.shape[0]:  # each padded draw would cost a pass over the rows
             kids, flat = kids[:, :1], flat[:, :1]

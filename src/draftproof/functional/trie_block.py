@@ -17,7 +17,7 @@ from draftproof.functional.bottom_up import (
     draws_of,
     entry_at,
     hand_down,
-    portions,
+    level_chunks,
     store,
     with_leaves,
 )
@@ -43,7 +43,7 @@ def trie_block_plan(tries: Tries, q: QRows, p: PRows) -> TriePlan:
     accepted, the slot itself is accepted with probability (a - acc) / (1 - acc). A leaf is accepted with probability a.
     """
     plan = blank_plan(tries)
-    for level in portions(tries, p):
+    for level in level_chunks(tries, p):
         kids, flat = draws_of(tries, level)
         ids, count = tries.tokens.flatten()[flat], (kids > 0).sum(-1)
         weight = plan.weight.flatten()[level.rows]

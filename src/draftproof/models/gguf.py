@@ -35,7 +35,7 @@ def _words(
     ends: str = r"[\r\n]*",
     blanks: str = _BLANKS,
 ) -> str:
-    """The expression of Llama 3 and its kin: words with a sign before them, digits, signs with line ends, blanks.
+    """The expression of Llama 3 and similar models: words with a sign before them, digits, signs, blanks.
 
     Alternatives `before` come first; `letters` are a word without its sign, and `no_signs` characters that are no
     signs.
@@ -44,7 +44,7 @@ def _words(
 
 
 def _cases(digits: str, ending: str = f"{_CONTRACTIONS}?", letters: str = r"\p{L}") -> str:
-    """The expression of GPT-4o and its kin: words are cut where capitals begin, of which llama.cpp knows A to Z."""
+    """The expression of GPT-4o and similar models: words are cut at capitals, of which llama.cpp knows A to Z."""
     upper, lower = f"[{letters}&&[^a-z]]", f"[{letters}&&[^A-Z]]"
     either = f"{upper}*{lower}+{ending}|{_NO_WORD}{upper}+{lower}*{ending}"
     return _words(digits, before="", letters=either, ends=r"[\r\n/]*")

@@ -1,1 +1,1 @@
-"""The papers' tables and figures, measured again on the pairs of models at hand."""
+"""The papers' tables and figures, measured again on the available pairs of models."""

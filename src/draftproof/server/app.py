@@ -1,4 +1,4 @@
-"""The application: its routes, and how each of them answers."""
+"""The server application: its routes and their handlers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from draftproof.server.api.messages import MESSAGES, MessagesAnswer, MessagesErr
 from draftproof.server.api.messages_request import CountBody, MessagesBody, chat_to_count
 from draftproof.server.api.responses import RESPONSES
 from draftproof.server.api.responses_schemas import ResponsesAnswer, ResponsesBody
-from draftproof.server.aside import Aside
 from draftproof.server.auth import Access, ApiKeys, note
+from draftproof.server.background import BackgroundCalls
 from draftproof.server.body import body_of
 from draftproof.server.dialects.detection import format_of
 from draftproof.server.errors import ApiError, error_answer, failed, of_http, stopping, stuck, too_late
@@ -56,7 +56,7 @@ _Tokenized = TypeVar("_Tokenized", CountBody, TokenizeBody, DetokenizeBody)
 
 
 class Server:
-    """One engine, which nobody else may use from now on, and what answers for it; names in `hidden` are not shown."""
+    """A server with exclusive use of one engine; names in `hidden` are not shown to clients."""
 
     def __init__(self, engine: DecodingLoop, settings: Settings, model: str, hidden: Sequence[str] = ()) -> None:
         self.engine = engine
@@ -71,25 +71,25 @@ class Server:
             max_waiting=settings.max_waiting,
             max_per_client=settings.max_per_key,
             stuck_after=settings.stuck_timeout,
-            shown=self.shown,
+            redact=self.redact,
         )
-        self._aside = Aside(_ASIDE_AT_ONCE, "reading")
+        self._reading_calls = BackgroundCalls(_READ_AT_ONCE, "reading")
         self._reading = threading.RLock()  # tokenizers are not made for several threads
-        self._parser = RequestParser(engine, settings, self.shown, self._reading)
-        self._compiling = Aside(_COMPILE_AT_ONCE, "compiling")
+        self._parser = RequestParser(engine, settings, self.redact, self._reading)
+        self._compiling = BackgroundCalls(_COMPILE_AT_ONCE, "compiling")
         self._making = anyio.CapacityLimiter(1)  # answers that hold log-probabilities of prompts
         self.token_text = TokenText(engine.tokenizer)
         self.created = int(time.time())
 
     @classmethod
     def named(cls, engine: DecodingLoop, settings: Settings, target: str, draft: str | None) -> Server:
-        """The server of models that were loaded by these names, with the chat template of the settings."""
+        """The server of models that were loaded by these names; applies the chat template of the settings."""
         if settings.chat_template is not None:
             engine.prompts.use_template(read_text(settings.chat_template, "the chat template"))
         return cls(engine, settings, served_name(target, settings.served_model_name), hidden=[target, draft or target])
 
-    def shown(self, message: str) -> str:
-        """A message without the names that clients do not see."""
+    def redact(self, message: str) -> str:
+        """The message with hidden names replaced by the model's public name."""
         for name in self._hidden:
             message = message.replace(name, self.model)
         return message
@@ -100,7 +100,7 @@ class Server:
         return self.engine.target.max_positions
 
     def card(self) -> schemas.ModelCard:
-        """What clients see of the model."""
+        """The public description of the model."""
         why = self.engine.rounding
         return schemas.ModelCard(
             id=self.model,
@@ -110,41 +110,41 @@ class Server:
             reasoning=self.settings.reasoning == "auto" and self.engine.prompts.markers is not None,
             weight_bits=None if (facts := info(self.engine.target)) is None else facts.bits,
             same_bits=not why,
-            rounding=self.shown(why),
+            rounding=self.redact(why),
         )
 
     @property
     def busy(self) -> bool:
-        """Whether a thread runs, be it one that never ends."""
-        return self.worker.running or bool(self._aside.busy or self._compiling.busy)
+        """Whether any thread is running, even one that never ends."""
+        return self.worker.running or bool(self._reading_calls.busy or self._compiling.busy)
 
     async def body(self, request: Request, kind: type[_Body], *, lenient: bool = False) -> _Body:
-        """The body of a request; `lenient` leaves out fields that are not known here, whatever the settings say."""
+        """The parsed body of a request; `lenient` drops unknown fields, whatever the settings say."""
         ignored = lenient or self.settings.unknown_fields == "ignore"
         return await body_of(request, kind, self.settings.max_body, lenient=ignored)
 
     async def tokenized(
         self, request: Request, kind: type[_Tokenized], call: Callable[[_Tokenized], _Made], *, lenient: bool = False
     ) -> _Made:
-        """What a request says that needs no more than the tokenizer, made in another thread."""
+        """Answer a request that only needs the tokenizer, in another thread."""
         body = await self.body(request, kind, lenient=lenient)
         refuse_other_model(body.model, self.model)
-        return await self._in_time(request, partial(self._aside.run, partial(call, body)))
+        return await self._in_time(request, partial(self._reading_calls.run, partial(call, body)))
 
     async def parse(self, request: Request, body: SamplingFields) -> ParsedRequest:
-        """What a request asks."""
+        """Parse a request in another thread."""
         formed = body.response_format or body.structured_outputs or (isinstance(body, ChatBody) and body.tools)
-        threads = self._compiling if formed else self._aside  # compiling takes long: others keep their threads
+        threads = self._compiling if formed else self._reading_calls  # compiling takes long: others keep their threads
         return await self._in_time(request, partial(threads.run, partial(self._parser.parse, body)))
 
     async def _in_time(self, request: Request, call: Callable[[], Awaitable[_Made]]) -> _Made:
-        """What a call returns; ApiError where the client leaves or its time is over before."""
+        """Await a call; raises ApiError if the client disconnects or the request's time is over."""
         with anyio.move_on_after(self.settings.request_timeout or None):
-            return await _unless_gone(request, call)
+            return await _until_disconnect(request, call)
         raise too_late(self.settings.request_timeout)
 
     def _sharing(self, request: Request, body: SamplingFields) -> tuple[str, str, bool]:
-        """Who a client is, the salt of what is kept of its request, and whether others may draft from that."""
+        """The client's identity, the cache salt of its request, and whether other requests may draft from it."""
         key, own = request.scope["state"].get("key") or "", body.cache_salt or ""
         if self.settings.share_between_clients:
             return key, own, True
@@ -195,14 +195,16 @@ class Server:
             return schemas.Text(prompt=self.token_text.joined(body.tokens))
 
     async def answer(self, request: Request, endpoint: Endpoint[Any]) -> Any:
-        """Answer a request to an endpoint, whole or as a stream."""
-        job, answer, form = await self._asked(request, endpoint)
+        """Answer a request to an endpoint, as one response or as a stream."""
+        job, answer, form = await self._make_job(request, endpoint)
         self.worker.submit(job)
         if not job.streams:
-            return await self._whole(request, job, answer, form)
+            return await self._full_response(request, job, answer, form)
         pieces = job.pieces()
         try:
-            first = await _unless_gone(request, partial(anext, pieces))  # so that an early error has its own status
+            first = await _until_disconnect(
+                request, partial(anext, pieces)
+            )  # so that an early error has its own status
         except BaseException:
             self.worker.close(job)
             raise
@@ -213,8 +215,8 @@ class Server:
 
         return Stream(_events(answer, form, first, pieces), ended, seconds=self.settings.write_timeout)
 
-    async def _asked(self, request: Request, endpoint: Endpoint[Any]) -> tuple[Job, Answer, Form]:
-        """What a request asks of the engine, and its answer, empty yet; nothing else of its body is kept."""
+    async def _make_job(self, request: Request, endpoint: Endpoint[Any]) -> tuple[Job, Answer, Form]:
+        """The job for the engine and the empty answer of a request; nothing else of its body is kept."""
         arrival = time.monotonic()
         given = await self.body(request, endpoint.body, lenient=endpoint.lenient)
         body, form = endpoint.asked(given), endpoint.form(given)
@@ -245,7 +247,7 @@ class Server:
         answer = Answer.to(body, asked, name=full, model=self.model, token_text=self.token_text)
         return job, answer, form
 
-    async def _whole(self, request: Request, job: Job, answer: Answer, form: Form) -> Response:
+    async def _full_response(self, request: Request, job: Job, answer: Answer, form: Form) -> Response:
         async def collect() -> None:
             async for pieces in job.pieces():
                 for piece in pieces:
@@ -255,7 +257,7 @@ class Server:
             return Response(form.whole(answer).model_dump_json(), media_type="application/json")
 
         try:
-            await _unless_gone(request, collect)
+            await _until_disconnect(request, collect)
         finally:
             self.worker.close(job)
         _note_usage(request, answer)
@@ -282,7 +284,7 @@ async def _events(
 
 
 class Stream(EventSourceResponse):
-    """A stream that is given up when its client reads nothing for some seconds."""
+    """A stream that is closed if its client reads nothing for some seconds."""
 
     def __init__(self, events: AsyncIterator[bytes], ended: Callable[[], None], *, seconds: float) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -290,7 +292,7 @@ class Stream(EventSourceResponse):
         self._seconds = seconds
 
     async def stream_response(self, send: Send) -> None:
-        """Send the events; `ended` is called however this ends."""
+        """Send the events; `ended` is called in any case."""
         try:
             with anyio.fail_after(None) as limit:  # a scope for each chunk would cost more than the chunk
 
@@ -306,8 +308,8 @@ class Stream(EventSourceResponse):
             self._ended()
 
 
-async def _unless_gone(request: Request, call: Callable[[], Awaitable[_Made]]) -> _Made:
-    """What a call returns; ApiError where the client leaves before."""
+async def _until_disconnect(request: Request, call: Callable[[], Awaitable[_Made]]) -> _Made:
+    """Await a call; raises ApiError if the client disconnects first."""
     made: list[_Made] = []
     errors: list[BaseException] = []
     async with anyio.create_task_group() as group:
@@ -364,14 +366,14 @@ def _server(request: Request) -> Server:
 _READ_AT_ONCE = 64  # requests beyond those that the engine takes whose bodies are read, such as for /tokenize
 _MOST_IDS = 131_072  # that are decoded at once, where the model's context has no end
 _COMPILE_AT_ONCE = 64  # requests with a grammar that are read; most of them wait for a process that compiles it
-_ASIDE_AT_ONCE = 32  # others
+_READ_AT_ONCE = 32  # others
 _RELEASE_EVERY = 5.0  # seconds between two looks at the memory
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _Served = Annotated[Server, Depends(_server)]
 
 
 async def _release_memory() -> None:
-    """Hand freed memory back to the system while the server runs.
+    """Return freed memory to the system while the server runs.
 
     Grammars are compiled in threads of their own and leave large free blocks in their parts of the heap, which the C
     library would keep: after hundreds of heavy grammars 400 MB.
@@ -386,7 +388,7 @@ async def _release_memory() -> None:
 
 
 def make_app(server: Server, keys: Sequence[str] | ApiKeys = (), hosts: Sequence[str] | None = None) -> FastAPI:
-    """The application of a server; without keys everybody is let in, and `hosts` are those of `allowed_hosts`."""
+    """The application of a server; without keys all clients are admitted. `hosts` are those of `allowed_hosts`."""
 
     @asynccontextmanager
     async def running(_: FastAPI) -> AsyncIterator[None]:
@@ -419,7 +421,7 @@ def make_app(server: Server, keys: Sequence[str] | ApiKeys = (), hosts: Sequence
         seconds=settings.read_timeout,
         hosts=hosts,
     )
-    app.add_exception_handler(ApiError, _shown_error)
+    app.add_exception_handler(ApiError, _error_response)
     app.add_exception_handler(UserError, _mistake)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
@@ -445,13 +447,13 @@ _SCHEMAS = "#/components/schemas/"
 
 
 def _takes(kind: type[schemas.Body]) -> dict[str, Any]:
-    """The description of a body that a route reads itself, so that nothing of it is kept while it answers."""
+    """The OpenAPI description of a body that a route reads itself, so that it is not kept while the route answers."""
     content = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{kind.__name__}"}}}
     return {"requestBody": {"required": True, "content": content}}
 
 
 def _with_bodies(described: dict[str, Any]) -> dict[str, Any]:
-    """The API's description with the bodies that routes read themselves."""
+    """The OpenAPI description, with the bodies that routes read themselves."""
     _, found = models_json_schema([(each, "validation") for each in _BODIES], ref_template=_SCHEMAS + "{model}")
     described["components"]["schemas"] |= found["$defs"]
     return described
@@ -477,17 +479,17 @@ def _add_completions(app: FastAPI) -> None:
 
     @app.post("/v1/responses", response_model=ResponsesAnswer, responses=_STREAMED, openapi_extra=_takes(ResponsesBody))
     async def responses(request: Request, server: _Served) -> Any:
-        """Answer a chat in the form of OpenAI's newer API; nothing is stored."""
+        """Answer a chat by OpenAI's Responses API; nothing is stored."""
         return await server.answer(request, RESPONSES)
 
     @app.get("/v1/models")
     async def models(server: _Served) -> schemas.ModelList:
-        """The models that are served."""
+        """List the served models."""
         return schemas.ModelList(data=[server.card()])
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, server: _Served) -> schemas.ModelCard:
-        """One of them."""
+        """Describe one model."""
         refuse_other_model(name, server.model)
         return server.card()
 
@@ -500,24 +502,24 @@ def _add_messages(app: FastAPI) -> None:
         openapi_extra=_takes(MessagesBody),
     )
     async def messages(request: Request, server: _Served) -> Any:
-        """Answer a chat in Anthropic's form."""
+        """Answer a chat by Anthropic's Messages API."""
         return await server.answer(request, MESSAGES)
 
     @app.post("/v1/messages/count_tokens", responses=_MESSAGES_ERRORS, openapi_extra=_takes(CountBody))
     async def count_tokens(request: Request, server: _Served) -> TokenCount:
-        """The number of tokens of a chat in Anthropic's form."""
+        """Count the tokens of a chat in Anthropic's format."""
         return await server.tokenized(request, CountBody, server.count, lenient=True)
 
 
 def _add_tokens(app: FastAPI) -> None:
     @app.post("/tokenize", openapi_extra=_takes(TokenizeBody))
     async def tokenize(request: Request, server: _Served) -> schemas.Tokens:
-        """The token ids of a text or a chat."""
+        """Tokenize a text or a chat."""
         return await server.tokenized(request, TokenizeBody, server.tokens)
 
     @app.post("/detokenize", openapi_extra=_takes(DetokenizeBody))
     async def detokenize(request: Request, server: _Served) -> schemas.Text:
-        """The text of token ids."""
+        """Turn token ids into text."""
         return await server.tokenized(request, DetokenizeBody, server.text)
 
 
@@ -526,14 +528,14 @@ def _add_page(app: FastAPI) -> None:
 
     @app.get("/", include_in_schema=False)
     async def show() -> HTMLResponse:
-        """A page for people."""
+        """The page for trying out the model."""
         return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
 
 
 def _add_state(app: FastAPI) -> None:
     @app.get("/health")
     async def health(server: _Served) -> dict[str, str]:
-        """Whether the engine runs, and its rounds end."""
+        """Whether the engine runs and its rounds end in time."""
         if server.worker.dead:
             raise stopping()
         if seconds := server.worker.stuck:
@@ -542,7 +544,7 @@ def _add_state(app: FastAPI) -> None:
 
     @app.get("/ready")
     async def ready(server: _Served) -> dict[str, str]:
-        """Whether a request would be served now."""
+        """Whether a request would be accepted now."""
         if not server.worker.ready:
             raise stopping()
         return {"status": "ready"}
@@ -561,19 +563,19 @@ def _add_state(app: FastAPI) -> None:
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-async def _shown_error(request: Request, error: Exception) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError), "registered for it"
     return error_answer(error, request.scope)
 
 
 async def _mistake(request: Request, error: Exception) -> Response:
-    return await _shown_error(request, ApiError(_server(request).shown(str(error))))
+    return await _error_response(request, ApiError(_server(request).redact(str(error))))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for it"
-    return await _shown_error(request, of_http(error))
+    return await _error_response(request, of_http(error))
 
 
 async def _unexpected(request: Request, _: Exception) -> Response:
-    return await _shown_error(request, failed())
+    return await _error_response(request, failed())

@@ -1,4 +1,4 @@
-"""Who is let in: API keys, compared in constant time; and what is noted of every request: its id, status and time."""
+"""Access control: API keys, compared in constant time; and the access log: id, status and time of every request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _log = logging.getLogger("draftproof.access")
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:
-    """The API keys of a file and of the variable DRAFTPROOF_KEYS; a UserError where one is too short or no ASCII."""
+    """The API keys in a file and in the variable DRAFTPROOF_KEYS; raises UserError for short or non-ASCII keys."""
     keys = os.environ.get("DRAFTPROOF_KEYS", "").split()
     where = "the variable DRAFTPROOF_KEYS"
     if file is not None:

@@ -21,13 +21,13 @@ _Read = TypeVar("_Read", bound=Body)
 
 
 async def body_of(request: Request, kind: type[_Read], most: int, *, lenient: bool) -> _Read:
-    """The body of a request, of at most so many bytes; `lenient` leaves out unknown fields, which else are refused."""
+    """The body of a request, limited in bytes; `lenient` drops unknown fields, which are otherwise refused."""
     content = await bytes_of(request, most)
     return validated(kind, _parsed(content, request.headers.get("content-type", "")), lenient=lenient)
 
 
 async def bytes_of(request: Request, most: int) -> bytes:
-    """The bytes of a body, of which there may be `most`; ApiError where there are more, or they do not come."""
+    """The bytes of a body; raises ApiError if there are more than `most`, or they do not arrive."""
     parts, size = [], 0
     try:
         async for part in request.stream():
@@ -43,7 +43,7 @@ async def bytes_of(request: Request, most: int) -> bytes:
 
 
 def _parsed(content: bytes, kind: str) -> Any:
-    """What a body says; without JSON and the header for it nothing that a body can be."""
+    """The JSON value of a body, which must be declared as JSON."""
     header = Message()
     header["content-type"] = kind
     subtype = header.get_content_subtype()

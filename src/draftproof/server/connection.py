@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class Connections:
-    """The open connections: beyond `most` the one idle longest is closed, or a few may ask for the server's health."""
+    """The open connections: beyond `most`, the longest idle one is closed; a small reserve answers health checks."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -25,7 +25,7 @@ class Connections:
         self.idle: dict[Connection, None] = {}  # the one that has been idle longest first
 
     def enter(self, one: Connection) -> bool | None:
-        """Take in a connection; whether it is in the reserve, or None where there is no place."""
+        """Add a connection; returns whether it is in the reserve, or None if there is no place."""
         spare = False
         if len(self.open) >= self.most:
             if self.idle:
@@ -44,7 +44,7 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol, with limits of time: for the head of a request to come, and for answers to be read."""
+    """uvicorn's protocol with time limits for receiving the head of a request and for reading its answer."""
 
     read_timeout = write_timeout = 0.0
     all: Connections
@@ -65,7 +65,7 @@ class Connection(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Read on; where a request is served now, the clock stops."""
+        """Process received data; the clock stops while a request is served."""
         super().data_received(data)
         self._watch()
 
@@ -75,7 +75,7 @@ class Connection(H11Protocol):
         self._watch()
 
     def pause_writing(self) -> None:
-        """Something waits to be read."""
+        """Start the clock: the client has data to read."""
         super().pause_writing()
         self._watch()
         if self.write_timeout and self._slow is None:
@@ -83,7 +83,7 @@ class Connection(H11Protocol):
             self._slow = self.loop.call_later(self.write_timeout, self._drop_slow)
 
     def resume_writing(self) -> None:
-        """Everything is read, as far as the system says."""
+        """Stop the clock: the client has read everything, as far as the system knows."""
         super().resume_writing()
         if self._slow is not None:
             self._slow.cancel()
@@ -96,7 +96,7 @@ class Connection(H11Protocol):
         self._forget()
 
     def drop(self) -> None:
-        """Close the connection at once; what was to be sent is lost."""
+        """Close the connection at once; unsent data is lost."""
         self._forget()
         self.transport.abort()
 
@@ -111,7 +111,7 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _watch(self) -> None:
-        """Start or stop the clock of a request that is awaited."""
+        """Start or stop the clock for the next request."""
         if self not in self.all.open or self.transport.is_closing():
             self.all.idle.pop(self, None)
             return

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API and Anthropic's show them: without paths, tracebacks or anything that a client sent."""
+"""Errors in the formats of OpenAI's and Anthropic's APIs, without paths, tracebacks or prompts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _WORD = re.compile(rf"(\S{{{_QUOTED}}})\S+")  # parsers of grammars quote them
 
 
 def quoted(text: object) -> str:
-    """What a client sent, as a message may repeat it: in quotes, and not all of it where it is long."""
+    """A client's value for a message: in quotes, and shortened if it is long."""
     shown = repr(text)
     return shown if len(shown) <= _QUOTED else f"{shown[: _QUOTED - 4]}...{shown[-1]}"
 
 
 class ApiError(Exception):
-    """What a request is answered with when it cannot be served.
+    """An error response.
 
     The middle of a long message is left out, whatever has made it, and the end of a long word. `param` names the field
     of the request that is to blame, `code` is a word for programs.
@@ -69,12 +69,12 @@ _ANTHROPIC_KINDS = {
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether clients of a path expect Anthropic's words."""
+    """Whether clients of a path expect Anthropic's error format."""
     return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
-    """The JSON of an error in Anthropic's words."""
+    """The JSON of an error in Anthropic's format."""
     kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     # By these words clients find out that they have to shorten a chat.
     message = f"prompt is too long: {error.message}" if error.code == "context_length_exceeded" else error.message
@@ -82,7 +82,7 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
 
 
 def error_answer(error: ApiError, scope: Mapping[str, Any]) -> JSONResponse:
-    """The answer that is an error, in the words of the API that a request was sent to; `scope` has the request's id."""
+    """The error response in the format of the request's API; `scope` has the request's id."""
     body = error.body()
     if is_anthropic(scope["path"]):
         body = {**anthropic_body(error), "request_id": scope["state"]["facts"]["request_id"]}
@@ -90,7 +90,7 @@ def error_answer(error: ApiError, scope: Mapping[str, Any]) -> JSONResponse:
 
 
 def of_http(error: HTTPException) -> ApiError:
-    """An error of starlette."""
+    """The ApiError for an HTTPException of starlette."""
     return ApiError(str(error.detail), status=error.status_code, headers=error.headers)
 
 
@@ -105,7 +105,7 @@ def overloaded(seconds: int) -> ApiError:
 
 
 def crowded() -> ApiError:
-    """There are as many connections as are served."""
+    """The largest number of connections is reached."""
     return ApiError(
         "there are too many connections: try again",
         status=503,
@@ -115,12 +115,12 @@ def crowded() -> ApiError:
 
 
 def stuck(seconds: float) -> ApiError:
-    """The engine's thread does not go on."""
+    """The engine's thread is stuck."""
     return ApiError(f"the engine has been in one round for {seconds:.0f} s", status=503, code="stuck")
 
 
 def too_late(seconds: float) -> ApiError:
-    """The request's time is over; clients are told not to repeat it, since it would take as long again."""
+    """The request's time is over; clients are told not to retry, since it would take as long again."""
     return ApiError(
         f"the answer was not finished within {seconds:g} s, the longest time of a request here: ask for fewer tokens",
         status=504,
@@ -141,10 +141,10 @@ def endless_template(seconds: float, what: str, param: str) -> ApiError:
 
 
 def stopping() -> ApiError:
-    """The server ends, or its engine did."""
+    """The server is stopping, or its engine has stopped."""
     return ApiError("the server is shutting down", status=503, code="unavailable", headers={"Retry-After": "5"})
 
 
 def failed() -> ApiError:
-    """Something went wrong here; what it was is in the log, under the request's id."""
+    """An internal error; the log has its cause, under the request's id."""
     return ApiError("the request failed inside the server: its log says why, under this request's id", status=500)

@@ -20,7 +20,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 
 
 class Metrics:
-    """All metrics of one server, in a registry of its own, labelled with its model; threads may share it."""
+    """All metrics of a server, in their own registry, labelled with its model; thread-safe."""
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -31,7 +31,7 @@ class Metrics:
         self.generation_tokens = self._counter("generation_tokens", "Tokens that were generated.")
         self._kv_used = self._gauge("kv_cache_used_bytes", "Keys, values and states of continuations that are decoded.")
         self._kv_kept = self._gauge(
-            "kv_cache_kept_bytes", "Those of texts that ended, kept for others that begin alike."
+            "kv_cache_kept_bytes", "Those of finished texts, kept for others with a common prefix."
         )
         self._kv_share = self._gauge("kv_cache_usage_perc", "Share of kv_memory that is used or kept; 1 is all of it.")
         self.prefix_queries = self._counter("prefix_cache_queries", "Tokens of prompts that could have been known.")
@@ -59,7 +59,7 @@ class Metrics:
         )
 
     def made(self, source: str, accepted: int, tokens: int) -> None:
-        """Count the tokens of a round: the accepted ones for where they were drafted, the others for the target."""
+        """Count the tokens of a round: accepted ones by the source of the draft, the others for the target."""
         for name, count in ((source, accepted), ("target", tokens - accepted)):
             if count:
                 self._by_source.labels(self._model, name).inc(count)
@@ -71,7 +71,7 @@ class Metrics:
         self.answer_sizes.observe(tokens)
 
     def decoded(self, before: Stats, now: Stats) -> Stats:
-        """Count what a continuation's statistics have gained since they were counted last; a copy of them."""
+        """Count the increase of a continuation's statistics since the last call; returns a copy of them."""
         self.generation_tokens.inc(now.num_tokens - before.num_tokens)
         self.target_calls.inc(now.num_target_calls - before.num_target_calls)
         if now.num_draft_tokens > before.num_draft_tokens:
@@ -85,7 +85,7 @@ class Metrics:
         return replace(now, num_accepted_tokens_per_pos=[*now.num_accepted_tokens_per_pos])
 
     def holds(self, memory: MemoryUse) -> None:
-        """Show the memory of keys and values; the share stays 0 where there is no limit."""
+        """Set the memory of keys and values; the share stays 0 without a limit."""
         self._kv_used.set(memory.used)
         self._kv_kept.set(memory.kept)
         if memory.capacity:
@@ -99,7 +99,7 @@ class Metrics:
         return Gauge(f"draftproof:{name}", about, ("model_name",), registry=self.registry).labels(self._model)
 
     def _counter(self, name: str, about: str, *more: str) -> Counter:
-        """A counter of the model; one with more labels has a value for each of theirs."""
+        """A counter of the model; with more labels it has a value for each combination."""
         made = Counter(f"draftproof:{name}", about, ("model_name", *more), registry=self.registry)
         return made if more else made.labels(self._model)
 
@@ -116,7 +116,7 @@ class _Together(Collector):
         self._label = label
 
     def collect(self) -> Iterator[Metric]:
-        """Each metric once, with the samples of all pages, as the format asks for."""
+        """Each metric once, with the samples of all pages, as the format requires."""
         families: dict[str, Metric] = {}
         for value, page in self._pages.items():
             for family in text_string_to_metric_families(page):

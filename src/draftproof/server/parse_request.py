@@ -1,4 +1,4 @@
-"""From bodies of requests to what the engine takes: prompts as token ids, and SamplingParams."""
+"""Parsing of request bodies into the engine's input: token ids and SamplingParams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from draftproof.grammar_check import BusyError
 from draftproof.reasoning import Reasoning
 from draftproof.sampling import Constraint, SamplingParams
 from draftproof.server import schemas
-from draftproof.server.aside import TimeOver, time_limit
+from draftproof.server.background import TimeOver, time_limit
 from draftproof.server.dialects.detection import fitted
 from draftproof.server.errors import ApiError, endless_template, quoted
 from draftproof.server.settings import Settings
@@ -46,7 +46,7 @@ _Read = TypeVar("_Read", bound=BaseModel)
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """What a request asks of the engine."""
+    """The engine's input for a request."""
 
     prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt
     # Of the prompts, where they are repeated; None for one that was token ids, or is not repeated.
@@ -63,20 +63,20 @@ class ParsedRequest:
 class RequestParser:
     """Reads bodies for one engine, with the limits of settings.
 
-    `shown` makes a message of the engine fit for clients; the lock is held while the tokenizer is used, and not while a
+    `redact` makes an engine message fit for clients. The lock is held while the tokenizer is used, but not while a
     grammar is compiled.
     """
 
     def __init__(
-        self, engine: DecodingLoop, settings: Settings, shown: Callable[[str], str], lock: AbstractContextManager[Any]
+        self, engine: DecodingLoop, settings: Settings, redact: Callable[[str], str], lock: AbstractContextManager[Any]
     ) -> None:
         self._engine = engine
         self._settings = settings
-        self._shown = shown
+        self._redact = redact
         self._lock = lock
 
     def parse(self, body: schemas.SamplingFields) -> ParsedRequest:
-        """Parse a request for completions; ApiError where a value cannot be used, with the name of the field."""
+        """Parse a request for completions; raises ApiError with the field's name for an invalid value."""
         if isinstance(body, schemas.ChatBody):
             return self.chat(body)
         assert isinstance(body, schemas.CompletionBody), "the other one of two kinds"
@@ -119,11 +119,11 @@ class RequestParser:
         return ParsedRequest((ids,), (None,), params, prediction, tools, self._words(params), constraint, reasoning)
 
     def size(self, body: schemas.ChatBody) -> int:
-        """The number of tokens of a chat's prompt, for which no grammar is compiled."""
+        """The number of tokens of a chat's prompt; no grammar is compiled for it."""
         return len(self._chat_ids(body, tool_set(body, self._engine.tokenizer, self._settings.tool_format)))
 
     def _chat_ids(self, body: schemas.ChatBody, tools: ToolSet | None) -> tuple[int, ...]:
-        """The token ids of a chat's prompt; tools that cannot be called are not shown."""
+        """The token ids of a chat's prompt; tools that cannot be called are left out."""
         shown = template_tools([each.function for each in body.tools or ()] if tools else ())
         return self.chat_prompt(body.messages, shown, _template_options(body))
 
@@ -133,7 +133,7 @@ class RequestParser:
         tools: Sequence[dict[str, Any]],
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[int, ...]:
-        """Token ids of a chat with the tools that the model is shown, and options of the chat template."""
+        """Token ids of a chat, with tools for the model and options of the chat template."""
         self._refuse_long(sum(len(text_of(each.content or "")) for each in messages), "messages")
         shown = fitted(messages_of(messages), self._engine.tokenizer, self._settings.tool_format)
         try:
@@ -144,7 +144,7 @@ class RequestParser:
         return self.plain(text, "messages")
 
     def encode(self, prompt: str | Sequence[int], param: str) -> tuple[str | None, tuple[int, ...]]:
-        """Text and token ids of a prompt that is no chat; ApiError where it is empty, too long, or not to be read."""
+        """Text and token ids of a prompt that is not a chat; raises ApiError if it is empty, too long, or invalid."""
         if isinstance(prompt, str):
             self._refuse_long(len(prompt), param)
         else:
@@ -168,11 +168,11 @@ class RequestParser:
         try:
             yield
         except UserError as error:
-            raise ApiError(self._shown(str(error)), param=param) from error
+            raise ApiError(self._redact(str(error)), param=param) from error
 
     @property
     def _most_tokens(self) -> int | None:
-        """The most tokens that a prompt can have."""
+        """The largest number of tokens of a prompt."""
         context = self._engine.target.max_positions
         bounds = [self._settings.max_prompt_tokens, None if context is None else context - 1]
         return min((bound for bound in bounds if bound is not None), default=None)
@@ -190,13 +190,13 @@ class RequestParser:
             raise ApiError(message, param=param, code="context_length_exceeded")
 
     def _refuse_long(self, size: int, param: str) -> None:
-        """Refuse a text that has too many tokens, whatever they are, before the work of finding them."""
+        """Refuse a text that must have too many tokens, before it is tokenized."""
         self._refuse_tokens(math.ceil(size / self._longest_token), param, f"more ({size} characters)")
 
     def _refuse_large(
         self, body: schemas.SamplingFields, params: SamplingParams, prompts: Sequence[Sequence[int]], shown: int
     ) -> None:
-        """Refuse what makes an answer that takes much more memory than its text, before it is made.
+        """Refuse requests whose answers would take much more memory than their text.
 
         `shown` are tokens of prompts that the answer can show, each as often as it shows it.
         """
@@ -226,7 +226,7 @@ class RequestParser:
             )
 
     def _words(self, params: SamplingParams) -> BadWords:
-        """The bad words, encoded one at a time so that others who tokenize need not wait for all of them."""
+        """Encode the bad words one at a time, so that other requests need not wait for all of them."""
 
         def encode(text: str) -> Sequence[int]:
             with self._lock:
@@ -290,7 +290,7 @@ class RequestParser:
                 raise ApiError(f"{name}: expected {kind} of at most {most} characters, got {size}", param=name)
 
     def _constraint(self, given: dict[str, Any], grammar: str | None, param: str) -> Constraint | None:
-        """A grammar, compiled here since the engine's thread has no time; it is put among the given parameters."""
+        """Compile a grammar outside the engine's thread, and add it to the given parameters."""
         if grammar is None:
             return None
         given["grammar"] = grammar
@@ -313,7 +313,7 @@ def refuse_other_model(name: str | None, served: str) -> None:
 
 
 def refuse_stream_options(body: schemas.SamplingFields) -> None:
-    """Refuse options of streams where the answer is none."""
+    """Refuse stream options without a stream."""
     for option in ("stream_options", "return_drafts"):
         if getattr(body, option) and not body.stream:
             raise ApiError(f"{option} needs stream true", param=option)
@@ -322,7 +322,7 @@ def refuse_stream_options(body: schemas.SamplingFields) -> None:
 
 
 def validated(kind: type[_Read], given: Any, *, lenient: bool = False) -> _Read:
-    """A body of some kind from what JSON has; `lenient` leaves out fields that are not known, else they are refused."""
+    """Validate parsed JSON as a body; `lenient` drops unknown fields, which are otherwise refused."""
     try:
         return kind.model_validate(given, extra="ignore" if lenient else "forbid")
     except ValidationError as error:
@@ -331,7 +331,7 @@ def validated(kind: type[_Read], given: Any, *, lenient: bool = False) -> _Read:
 
 
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What is wrong with a body, by pydantic's errors, without what the client sent."""
+    """The error for an invalid body, from pydantic's errors, without the client's values."""
     first = next((each for each in errors if not each["type"].endswith("_type")), errors[0])  # of a union's branches
     fields = _field_names(schemas.Body)
     names = [str(each) for each in first["loc"][1:] if isinstance(each, int) or each in fields]
@@ -351,12 +351,12 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _field_names(kind: type[schemas.Body]) -> set[str]:
-    """Names of the fields of a kind of bodies and of those made from it, as errors may show them."""
+    """Field names of a class of bodies and its nested classes, which errors may show."""
     return set(kind.model_fields).union(*map(_field_names, kind.__subclasses__()))
 
 
 def _grammar(body: schemas.SamplingFields, tools: ToolSet | None) -> tuple[str | None, str]:
-    """The grammar that a body asks for, as SamplingParams take it, and the field that it comes from."""
+    """The grammar of a body for SamplingParams, and the field that it comes from."""
     wanted = None if isinstance(body.response_format, schemas.TextFormat) else body.response_format
     if body.structured_outputs is not None:
         for name, other in (("tools", tools), ("response_format", wanted)):
@@ -390,7 +390,7 @@ def _structured(asked: schemas.StructuredOutputs) -> str:
 
 
 def as_json(value: dict[str, Any], param: str) -> str:
-    """A schema or arguments as JSON; ApiError where they hold what JSON cannot."""
+    """A schema or arguments as JSON text; raises ApiError for values that JSON does not have."""
     try:
         return json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
@@ -398,7 +398,7 @@ def as_json(value: dict[str, Any], param: str) -> str:
 
 
 def _json_text(text: str) -> str:
-    """A schema that came as a text, which must be JSON."""
+    """Parse a schema that was sent as text."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -407,7 +407,7 @@ def _json_text(text: str) -> str:
 
 
 def messages_of(messages: Sequence[schemas.Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them; OpenAI's developer messages are what others call system messages."""
+    """Messages for chat templates; OpenAI's developer messages become system messages."""
     made = []
     for each in messages:
         one: dict[str, Any] = {
@@ -427,7 +427,7 @@ def messages_of(messages: Sequence[schemas.Message]) -> list[dict[str, Any]]:
 
 
 def _template_options(body: schemas.ChatBody) -> dict[str, Any]:
-    """Options of the chat template: those given, and what an effort means where they do not say it."""
+    """Options of the chat template: the given ones, and those that follow from an effort."""
     given = dict(body.chat_template_kwargs or {})
     if own := sorted(_NO_OPTIONS & given.keys()):
         raise ApiError(
@@ -441,12 +441,12 @@ def _template_options(body: schemas.ChatBody) -> dict[str, Any]:
 
 
 def text_of(content: str | Sequence[schemas.TextPart]) -> str:
-    """A text, or the texts of its parts, a line each."""
+    """A text, or the texts of its parts on separate lines."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 def _several(prompt: Any) -> list[str | list[int]]:
-    """The prompts of a body: one text, the token ids of one, or a list of either."""
+    """The prompts of a body: a text, token ids, or a list of either."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]
     if not prompt:

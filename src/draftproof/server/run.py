@@ -1,4 +1,4 @@
-"""A server from start to end: a socket, the application on it, and what signals do."""
+"""Running a server: its socket, its application, and signals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 def bind(settings: Settings) -> socket.socket:
-    """A socket at the settings' address, before a model is loaded for it; a UserError where it cannot be had."""
+    """Bind a socket to the settings' address, before a model is loaded; raises UserError if that fails."""
     where = f"{settings.host}:{settings.port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -59,13 +59,13 @@ def bind(settings: Settings) -> socket.socket:
 
 
 def address(listener: socket.socket) -> str:
-    """Where a socket listens, as a URL."""
+    """The URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class _Speaker(uvicorn.Server):
-    """uvicorn's server, which says when it listens."""
+    """uvicorn's server, with a callback when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -97,7 +97,7 @@ class _Unhandled:
 
 
 def prepared(app: FastAPI, settings: Settings) -> _Speaker:
-    """What speaks HTTP for an application."""
+    """The HTTP server of an application."""
     # A client may wait with a request that is refused, or may not have read its answer yet.
     most = settings.max_connections or max(_CONNECTIONS, 2 * server_of(app).worker.capacity)
     config = uvicorn.Config(
@@ -116,7 +116,7 @@ def prepared(app: FastAPI, settings: Settings) -> _Speaker:
 
 
 def descriptors_for(connections: int) -> int:
-    """Let the process open so many connections besides its files; returns how many it may, which can be fewer."""
+    """Raise the limit of open files for this many connections; returns the number possible, which may be smaller."""
     if sys.platform == "win32":  # which does not count sockets with files
         return connections
     import resource

@@ -1,4 +1,4 @@
-"""What a server is started with: address, limits, keys."""
+"""The settings of a server: address, limits, keys."""
 
 from __future__ import annotations
 
@@ -16,39 +16,38 @@ TOOL_FORMATS = ("auto", *sorted(DIALECTS))
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a server listens, and what it lets requests ask for.
+    """Address and limits of a server.
 
     Attributes:
-        host: the address to listen on; other machines reach 0.0.0.0 only with a network that lets them.
-        port: 0 takes a free one.
+        host: the address to listen on; 0.0.0.0 accepts connections from other machines.
+        port: the port to listen on; 0 chooses a free one.
         served_model_name: the model's name in the API; without it the last part of the target's name.
-        api_key_file: a file with one API key a line; the variable DRAFTPROOF_KEYS holds keys between blanks. With
-            neither, everybody who reaches the port is served.
-        share_between_clients: let requests of all clients draft from each other's texts (drafter suffix) and take over
-            each other's prompts. Else only those with the same API key do; without keys, prompts are taken over, and
-            texts are not drafted from.
-        allowed_host: names besides this machine's own that requests may be sent to. It matters where only this machine
-            reaches the server and no key is needed: a web page could make its own name point there.
+        api_key_file: a file with one API key per line; the variable DRAFTPROOF_KEYS has space-separated keys. Without
+            either, everybody who reaches the port is served.
+        share_between_clients: let requests of all clients draft from each other's texts (drafter suffix) and reuse
+            each other's prompts. By default only requests with the same API key do; without keys, requests reuse
+            prompts, but do not draft from each other's texts.
+        allowed_host: further host names that requests may be sent to, besides this machine's own. Only needed if the
+            server listens on localhost without keys, since a web page could make its own name point there.
         max_waiting: continuations that may wait for a place in the batch; further requests get 429.
-        max_per_key: continuations that one API key may have, waiting ones included; without it, keys only take turns.
-        max_connections: open connections; by default as many as requests may wait, and 800 at least.
-        request_timeout: seconds until a request is given up, waiting included; 0 is no limit.
-        stuck_timeout: seconds of one round after which /health is 503; 0 is no limit.
-        read_timeout: seconds until a client must have sent its request.
-        write_timeout: seconds until a client that reads nothing of its answer is given up; 0 is no limit.
+        max_per_key: continuations that one API key may have, including waiting ones; without it, keys only take turns.
+        max_connections: open connections; by default as many as requests may wait, and at least 800.
+        request_timeout: time limit of a request in seconds, including waiting; 0 is no limit.
+        stuck_timeout: seconds of a single round after which /health is 503; 0 is no limit.
+        read_timeout: seconds within which a client must send its request.
+        write_timeout: seconds after which a client that reads nothing of its answer is disconnected; 0 is no limit.
         drain_timeout: seconds that running requests get after SIGTERM.
-        max_body: bytes of a request's body.
-        max_prompt_tokens: tokens of a prompt; without it the model's context.
-        max_tokens_limit: the most tokens of an answer, and a chat's default; requests for more get as many.
-        chat_template: a file with a chat template, in place of the model's.
-        tool_format: how the model writes calls of tools (the guide lists the names); auto finds it by rendering a call
+        max_body: largest body of a request in bytes.
+        max_prompt_tokens: largest number of tokens of a prompt; without it the model's context.
+        max_tokens_limit: the most tokens of an answer, and a chat's default; requests for more are lowered to it.
+        chat_template: a file with a chat template that replaces the model's.
+        tool_format: format of the model's tool calls (the guide lists the names); auto finds it by rendering a call
             with the template.
-        reasoning: auto divides what the model reasons from its answer, by the markers of its chat template; none leaves
-            it in the text.
-        reasoning_budget: the most tokens that an answer's reasoning has where the request names no number.
-        unknown_fields: what is done with fields of a request that are not known here: refuse, or ignore. Endpoints of
-            other than OpenAI's form ignore them.
-        json_logs: a JSON object a line on stderr, in place of text.
+        reasoning: auto separates the model's reasoning from its answer, by the markers of its chat template; none
+            leaves it in the text.
+        reasoning_budget: the most tokens of an answer's reasoning, for requests that name no number.
+        unknown_fields: refuse or ignore unknown fields of a request. Endpoints that are not OpenAI's ignore them.
+        json_logs: log JSON objects on stderr, one per line, instead of text.
 
     Raises:
         UserError: a number out of range.
@@ -97,13 +96,13 @@ class Settings:
 
 
 def require(what: str, *packages: str) -> None:
-    """Refuse to go on where packages of the extra `serve` are missing."""
+    """Raise UserError if packages of the extra `serve` are missing."""
     if missing := [name for name in packages if find_spec(name) is None]:
         raise UserError(f"{what} needs {', '.join(missing)}: pip install 'draftproof[serve]'")
 
 
 def read_text(file: Path, what: str) -> str:
-    """The text of a file, which an error calls by what it holds."""
+    """The text of a file; `what` describes it in an error."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -111,7 +110,7 @@ def read_text(file: Path, what: str) -> str:
 
 
 def served_name(target: str, given: str | None) -> str:
-    """The model's name in the API: the given one, else the target's without its directory."""
+    """The model's name in the API: the given one, else the target's name without its directory."""
     if given:
         return given
     path = Path(target)

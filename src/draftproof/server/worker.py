@@ -38,7 +38,7 @@ _JOIN = 10.0  # seconds that the thread gets for its last round when the server 
 
 @dataclass(frozen=True)
 class Piece(Chunk):
-    """What one round added to one continuation."""
+    """The output of one round for one continuation."""
 
     index: int = 0  # of the continuation, over all prompts of the job
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens; empty if not requested
@@ -50,7 +50,7 @@ class Piece(Chunk):
 
 @dataclass(eq=False)
 class Job:
-    """One HTTP request for completions: its prompts, and the pieces of its answer."""
+    """An HTTP request for completions: its prompts, and the pieces of its answer."""
 
     parsed: ParsedRequest  # what is asked of the engine
     seconds: float = math.inf  # it is given up after this time
@@ -70,16 +70,16 @@ class Job:
 
     @property
     def size(self) -> int:
-        """Number of its continuations."""
+        """Number of continuations."""
         return len(self.parsed.prompts) * self.parsed.params.n
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is missing of the answer, be it that its client has not read it yet."""
+        """Whether the answer is complete, even if the client has not read all of it."""
         return self._complete == self.size
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """The pieces that came since the last ones, until every continuation has ended; ApiError where it failed."""
+        """Yield new pieces until every continuation has ended; raises ApiError if the job failed."""
         left = self.size
         while left:
             await self._wake.wait()
@@ -92,7 +92,7 @@ class Job:
                 yield taken
 
     def put(self, pieces: Sequence[Piece], error: ApiError | None) -> None:
-        """Add pieces, or the error that ends the job; in the event loop's thread."""
+        """Add pieces, or the error that ends the job; called in the event loop's thread."""
         self._pieces += pieces
         self._complete += sum(piece.finish_reason is not None for piece in pieces)
         self._error = self._error or error
@@ -101,7 +101,7 @@ class Job:
 
 @dataclass(eq=False)
 class _Continuation:
-    """One request of the engine, and what was done with it."""
+    """A request of the engine and its progress."""
 
     job: Job
     request: Request
@@ -114,7 +114,7 @@ class _Continuation:
 
 
 class _Queue:
-    """Jobs that wait, in a queue for each client."""
+    """Waiting jobs, in one queue for each client."""
 
     def __init__(self) -> None:
         self.size = 0  # continuations
@@ -128,12 +128,12 @@ class _Queue:
         return iter([job for jobs in self._jobs.values() for job in jobs])
 
     def put(self, job: Job) -> None:
-        """Add a job behind the others of its client."""
+        """Append a job to the queue of its client."""
         self._jobs.setdefault(job.client, {})[job] = None
         self.size += job.size
 
     def remove(self, job: Job) -> bool:
-        """Take a job out; whether it was there."""
+        """Remove a job; returns whether it was queued."""
         jobs = self._jobs.get(job.client, {})
         if job not in jobs:
             return False
@@ -144,7 +144,7 @@ class _Queue:
         return True
 
     def next(self, served: Mapping[str, int]) -> Job:
-        """Take out the oldest job of the client with the fewest continuations in the batch; such clients take turns."""
+        """Pop the oldest job of the client with the fewest running continuations; equal clients take turns."""
         client = min(self._jobs, key=lambda each: (served.get(each, 0), self._turns.get(each, 0)))
         self._turns[client] = max(self._turns.values(), default=0) + 1
         job = next(iter(self._jobs[client]))
@@ -153,13 +153,13 @@ class _Queue:
 
 
 class EngineWorker:
-    """Runs an engine, which nobody else may use meanwhile, in a thread of its own.
+    """Runs an engine, with exclusive use of it, in its own thread.
 
     Args:
         max_waiting: continuations that may wait for a place in the batch.
         max_per_client: continuations that one client may have, waiting ones included; None for no limit of its own.
         stuck_after: seconds of one round after which the thread counts as stuck; 0 is never.
-        shown: makes a message of the engine fit for clients.
+        redact: makes a message of the engine fit for clients.
 
     Attributes:
         died: called in the event loop's thread if the engine's thread ends by an error.
@@ -173,11 +173,11 @@ class EngineWorker:
         max_waiting: int = 64,
         max_per_client: int | None = None,
         stuck_after: float = 0.0,
-        shown: Callable[[str], str] = str,
+        redact: Callable[[str], str] = str,
     ) -> None:
         self._engine = engine
         self._metrics = metrics
-        self._shown = shown
+        self._redact = redact
         self.died: Callable[[], None] = lambda: None
         self.capacity = engine.max_batch + max_waiting
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -206,7 +206,7 @@ class EngineWorker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Drop what still runs, and end the thread; one that is stuck is left alone after some seconds."""
+        """Drop running jobs and end the thread; a stuck thread is abandoned after some seconds."""
         self._inbox.put(self._end)
         if self._thread.is_alive():
             self._thread.join(_JOIN)
@@ -215,29 +215,29 @@ class EngineWorker:
 
     @property
     def running(self) -> bool:
-        """Whether the thread runs, be it stuck."""
+        """Whether the thread is running, even if it is stuck."""
         return self._thread.is_alive()
 
     @property
     def stack(self) -> str:
-        """Where the thread is now, for the log."""
+        """The current stack of the thread, for the log."""
         frame = sys._current_frames().get(self._thread.ident or 0)  # noqa: SLF001 - its documented name
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
     @property
     def stuck(self) -> float:
-        """Seconds since the thread last began a round or ended one, where these are too many; else 0."""
+        """Seconds since the thread last started or ended a round, if that is too long ago; else 0."""
         since = self._since
         seconds = 0.0 if since is None else time.monotonic() - since
         return seconds if seconds > self._stuck_after > 0 else 0.0
 
     @property
     def ready(self) -> bool:
-        """Whether a request would be served."""
+        """Whether a request would be accepted."""
         return self._thread.is_alive() and not self.dead and not self._ends and not self.stuck
 
     def submit(self, job: Job) -> None:
-        """Queue a job; ApiError where the queue is full, or nothing runs any more."""
+        """Queue a job; raises ApiError if the queue is full or the engine has stopped."""
         self.refuse_without_room(job.size, job.client)
         timer = None
         if job.seconds < math.inf:
@@ -250,7 +250,7 @@ class EngineWorker:
         self._inbox.put(lambda: self._add(job))
 
     def refuse_without_room(self, size: int = 1, client: str = "") -> None:
-        """Refuse a job of so many continuations where it cannot be queued now."""
+        """Refuse a job of this many continuations if it cannot be queued now."""
         if not self.ready:
             raise stopping()
         own = self._sizes.get(client, 0) + size
@@ -258,7 +258,7 @@ class EngineWorker:
             raise overloaded(self._wait())
 
     def close(self, job: Job, reason: str = "abort") -> None:
-        """Forget a job, and drop what is left of it: its answer is complete, or nobody waits for it."""
+        """Forget a job and drop the rest of it: its answer is complete, or its client has gone."""
         if job not in self._open:
             return
         timer = self._open.pop(job)
@@ -273,14 +273,14 @@ class EngineWorker:
         self._inbox.put(lambda: self._drop(job, reason))
 
     def _expire(self, job: Job) -> None:
-        """A job's time is over, whatever the engine does now."""
+        """End a job whose time is over, whatever the engine is doing."""
         if job.complete:
             return
         job.put([], too_late(job.seconds))
         self.close(job, "error")
 
     def _wait(self) -> int:
-        """Seconds after which a place may be free: half the time that the open jobs have been here."""
+        """Estimated seconds until a place is free: half the mean age of the open jobs."""
         age = time.monotonic() - self._arrivals / max(len(self._open), 1) if self._open else 0.0
         return max(1, min(30, round(age / 2)))
 
@@ -326,7 +326,7 @@ class EngineWorker:
                 self._loop.call_soon_threadsafe(self._abandon)
 
     def _take(self) -> None:
-        """Do what was asked for; prepares drafts, or waits, where there is nothing else to do."""
+        """Process new commands; if there is no other work, prepare drafts or wait."""
         while not (self._jobs or self._queue or self._prepared) and self._inbox.empty():
             self._prepare()
         if not (self._jobs or self._queue):
@@ -343,7 +343,7 @@ class EngineWorker:
             asked()
 
     def _prepare(self) -> None:
-        """One step of what drafts need; else it would be made between the rounds of the first requests."""
+        """Prepare drafts by one step; otherwise this would happen between the rounds of the first requests."""
         try:
             self._since = time.monotonic()
             self._prepared = self._engine.prepare(0.0)
@@ -360,7 +360,7 @@ class EngineWorker:
             self._metrics.waiting.inc(job.size)
 
     def _admit(self) -> None:
-        """Hand jobs that wait to the engine, as far as it has places for them."""
+        """Pass waiting jobs to the engine, as far as it has room."""
         while self._queue and sum(self._served.values()) < self._engine.max_batch:
             self._begin(self._queue.next(self._served))
 
@@ -382,7 +382,7 @@ class EngineWorker:
         except BaseException as error:  # noqa: BLE001 - whatever it is, also a panic of a library, it is this job's
             for request in made:
                 self._engine.abort(request)
-            self._fail(job, explained(error, self._shown))
+            self._fail(job, explained(error, self._redact))
             _release(error)
             return
         finally:
@@ -392,7 +392,7 @@ class EngineWorker:
         self._serves(job, len(made))
 
     def _serves(self, job: Job, more: int) -> None:
-        """Count continuations that came to the engine, or left it."""
+        """Count continuations that entered or left the engine."""
         self._served[job.client] = self._served.get(job.client, 0) + more
         if not self._served[job.client]:
             del self._served[job.client]
@@ -430,7 +430,7 @@ class EngineWorker:
         if row.dropped:  # another continuation of its job failed in this round
             return
         if request.error is not None:
-            self._fail(job, explained(request.error, self._shown))
+            self._fail(job, explained(request.error, self._redact))
             _release(request.error)
             return
         if not request.chunks:
@@ -462,7 +462,7 @@ class EngineWorker:
         row.counted = self._metrics.decoded(row.counted, row.request.stats)
 
     def _remove(self, row: _Continuation) -> None:
-        """Forget a continuation that the engine has done with, and at once its grammar, of maybe many megabytes."""
+        """Forget a finished continuation, and free its grammar at once, which may take many megabytes."""
         row.request.transforms = replace(row.request.transforms, constraint=None)
         rows = self._jobs[row.job]
         rows.remove(row)
@@ -478,13 +478,13 @@ class EngineWorker:
         self._metrics.waiting.set(len(rows) - started + self._queue.size)
 
     def _fail(self, job: Job, error: ApiError) -> None:
-        """End a job with an error; its other continuations are dropped."""
+        """End a job with an error, and drop its other continuations."""
         _, earlier = self._out.get(job, ([], None))
         self._drop(job, "error")
         self._out[job] = [], earlier or error
 
     def _drop(self, job: Job, reason: str) -> None:
-        """Release what the engine holds of a job, or its place in the queue."""
+        """Release a job in the engine, or its place in the queue."""
         seconds = time.monotonic() - job.arrival
         self._out.pop(job, None)
         if self._queue.remove(job):
@@ -500,8 +500,8 @@ class EngineWorker:
         self._count()
 
     def _deliver(self) -> None:
-        """Hand the pieces over to the event loop, all at once."""
-        out = {job: found for job, found in self._out.items() if _wanted(job, *found)}
+        """Pass all pieces to the event loop at once."""
+        out = {job: found for job, found in self._out.items() if _needs_delivery(job, *found)}
         if not out:
             return
         self._out = {job: found for job, found in self._out.items() if job not in out}
@@ -513,7 +513,7 @@ class EngineWorker:
 
 
 def pieces_of(request: Request, index: int, reported: int = 0) -> list[Piece]:
-    """Take the chunks of a request as pieces; earlier ones have log-probabilities of the first `reported` tokens."""
+    """Turn the chunks of a request into pieces; log-probabilities of the first `reported` tokens were sent before."""
     made = []
     while request.chunks:
         chunk = request.chunks.popleft()
@@ -533,26 +533,26 @@ def pieces_of(request: Request, index: int, reported: int = 0) -> list[Piece]:
     return made
 
 
-def explained(error: BaseException, shown: Callable[[str], str]) -> ApiError:
-    """What a client is told of an error of the engine, made fit for it by `shown`; the log has all of it."""
+def explained(error: BaseException, redact: Callable[[str], str]) -> ApiError:
+    """The error for a client after an error of the engine, cleaned by `redact`; the log has the full error."""
     if isinstance(error, RequestError):
         _log.error("%s", error)
         if isinstance(error.__cause__, NoTokenError):
-            return ApiError(shown(str(error.__cause__)))
+            return ApiError(redact(str(error.__cause__)))
         return failed()
     if isinstance(error, UserError):
         code = "context_length_exceeded" if isinstance(error, ContextError) else None
-        return ApiError(shown(str(error)), code=code)
+        return ApiError(redact(str(error)), code=code)
     _log.error("a request failed", exc_info=error)
     return failed()
 
 
 def _release(error: BaseException | None) -> None:
-    """Let go of what the calls held that an error ended: else a lexer of many megabytes waits for the collector."""
+    """Clear the frames of an error's traceback; otherwise a lexer of many megabytes waits for the garbage collector."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
-def _wanted(job: Job, pieces: Sequence[Piece], error: ApiError | None) -> bool:
+def _needs_delivery(job: Job, pieces: Sequence[Piece], error: ApiError | None) -> bool:
     return job.streams or error is not None or any(piece.finish_reason is not None for piece in pieces)

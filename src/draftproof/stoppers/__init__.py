@@ -1,1 +1,1 @@
-"""Stoppers decide how long drafts get: they look at the drafted tokens, and never discard one."""
+"""Stoppers decide how long drafts get. They may look at drafted tokens, but never discard one."""

@@ -4,9 +4,8 @@ The choice depends on the costs of a round and on the acceptance rates of earlie
 the round is drawn, so it is a stopping time, and every lossless rule stays lossless.
 
 Costs are learned from the time of every round (`LearnedCosts`). A round is as wide as its widest draft, so the requests
-of a round decide together, by the sum of the tokens they expect. With the same costs for any number of requests
-(`auto:R`) nothing is learned from a clock, each request decides for itself, and a seed gives the same text alone and in
-any batch.
+of a round decide together, by the sum of their expected tokens. With a given cost (`auto:R`) nothing is learned from a
+clock, each request decides for itself, and a seed gives the same text alone and in any batch.
 """
 
 from __future__ import annotations
@@ -31,40 +30,40 @@ Rates = tuple[tuple[int, float, float], ...]  # number of drafts, rate of the fi
 GAIN = 1.05  # least expected speed of a draft, relative to plain decoding
 PROBE = 1  # length of a probe: a draft that only measures whether drafts pay again
 PAUSES = (8, 128)  # rounds between probes: at first, and after many probes without success
-PROBE_SHARE = 0.01  # largest share of the time for probes at first; pauses are longer where a draft costs much
-TRIAL = 4  # length of the draft of a trial where nothing says better: a round that shows what a draft costs
-CREDIT, REGAIN = 8.0, 1 / 32  # rounds that may be made for what they show: at first, and regained with each round
+PROBE_SHARE = 0.01  # largest share of the time for probes at first; pauses are longer if a draft costs much
+TRIAL = 4  # default draft length of a trial: a round that measures what a draft costs
+CREDIT, REGAIN = 8.0, 1 / 32  # measuring rounds that are allowed: at first, and regained with each round
 CATCH_UP = 8  # rounds without a draft after which a draft model has much to read first
-STALE = (32, 1024)  # rounds without a draft after which one shows what drafts cost now: at first, and later
-CACHE_SIZE = 4096  # number of choices that are kept instead of being computed again
+STALE = (32, 1024)  # rounds without a draft after which the cost of drafts is measured again: at first, and later
+CACHE_SIZE = 4096  # number of cached choices
 
 ASSUMED = AcceptanceRates()
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What the requests of a round shall draft."""
+    """The draft lengths of a round."""
 
     length: int = 0  # tokens of each draft; 0 for a plain round
     drafts: int = 1  # number of drafts of each request
     speed: float = 1.0  # expected speed relative to plain decoding
-    needed: bool = False  # whether the round is made for what it shows, and not for its speed
+    measures: bool = False  # whether the round is run to measure costs, and not for its speed
 
 
 class Auto(StopperBase):
     """Chooses the length and the number of drafts with the least expected time per token, or no draft.
 
     For each request and each number of drafts there are two rates: how often the first drafted token is accepted, and
-    how often a later one is accepted after an accepted one. The second rate is higher where text is easy in some places
+    how often a later one is accepted after an accepted one. The second rate is higher if text is easy in some places
     and hard in others. For a number of drafts that was not tried recently the rates are optimistic, so it is tried
-    again where it might pay. Where no draft pays, a short draft from time to time (a probe) updates the rates.
+    again if it might pay. If no draft pays, an occasional short draft (a probe) updates the rates.
 
     Args:
-        costs: costs of a round, the same for all numbers of requests or for each of them; by default they are learned.
+        costs: costs of a round, for any number of requests or by number; by default they are learned.
         limit: length of the longest chain.
         assumed: acceptance rates of a request before its first draft.
-        catches_up: whether the draft model has a cache of its own, and must first read what others have drafted.
-        most: drafted tokens of a round, over all its requests.
+        catches_up: whether the draft model has its own cache, and must first read what others have drafted.
+        most: the most drafted tokens of a round, over all its requests.
 
     Source: Leviathan et al. 2023, section 3.5, for the best length under i.i.d. acceptance; here there are two rates,
     estimated while decoding.
@@ -88,7 +87,7 @@ class Auto(StopperBase):
         self._catches_up = catches_up
         self._most = most
         self.shared_rates = SharedRates() if isinstance(self.costs, LearnedCosts) else None
-        self.plan: DraftPlan | None = None  # of the current round, where its requests decide together
+        self.plan: DraftPlan | None = None  # of the current round, if its requests decide together
         self._rows: dict[int, RequestRates] = {}
         self._best: dict[
             tuple[int, int, Rates], DraftPlan
@@ -100,55 +99,57 @@ class Auto(StopperBase):
         self._credit = CREDIT
         self._preset: DraftPlan | None = None
         self._accepted = 0  # tokens of the round
-        self._again = 0  # rounds of a trial that are left
-        # rounds since the last draft, and after how many figures are old
+        self._again = 0  # remaining rounds of a trial
+        # rounds since the last draft, and the number after which figures are stale
         self._unused = 0
         self._stale = STALE[0]
         self._reads_much = False
 
     @property
-    def learned(self) -> LearnedCosts | None:
-        """The costs, where they are learned."""
+    def learned_costs(self) -> LearnedCosts | None:
+        """The costs if they are learned; else None."""
         return self.costs if isinstance(self.costs, LearnedCosts) else None
 
-    def preset(self, plan: DraftPlan) -> None:
-        """Fix the plan of the next round, for a caller that compared it with other drafters' plans."""
+    def use_plan(self, plan: DraftPlan) -> None:
+        """Set the plan of the next round, for a caller that compared it with other drafters' plans."""
         self._preset = plan
 
     def begin(self, rows: Sequence[int], most: int = 1) -> None:
-        """Note the size of the batch and the largest number of drafts; choose for all rows where costs are shared."""
+        """Set the size of the batch and the largest number of drafts; choose for all rows if costs are shared."""
         plan, self._preset = self._preset, None
         if plan is None and self.costs.shared and rows:
-            plan = self.planned(rows, most, len(rows))
+            plan = self.make_plan(rows, most, len(rows))
         self.plan = plan
         self._batch = max(len(rows), 1)
         self._most_drafts = most
         self._drafts.clear()
         self._widest = 1
         self._accepted = 0
-        self._reads_much = self._catches_up and self._lost_place([self._state(row) for row in rows])
+        self._reads_much = self._catches_up and self._must_catch_up([self._state(row) for row in rows])
 
-    def planned(self, rows: Sequence[int], most: int = 1, batch: int = 1) -> DraftPlan:
+    def make_plan(self, rows: Sequence[int], most: int = 1, batch: int = 1) -> DraftPlan:
         """The plan for a round of `batch` requests, of which these rows may draft together."""
         self._batch = max(batch, 1)
         self._most_drafts = most
         members = [self._state(row) for row in rows]
         best = self._choice(members)
-        learned = self.learned
-        if learned is not None and (forced := self._needed(learned, members, best)) is not None:
+        learned = self.learned_costs
+        if learned is not None and (forced := self._measuring_plan(learned, members, best)) is not None:
             return forced
         if not best.length and 2 * sum(self._may_probe(one) for one in members) > len(members):
             return self._trial(members, PROBE) or best
         return best
 
-    def _needed(self, costs: LearnedCosts, members: Sequence[RequestRates], best: DraftPlan) -> DraftPlan | None:
+    def _measuring_plan(
+        self, costs: LearnedCosts, members: Sequence[RequestRates], best: DraftPlan
+    ) -> DraftPlan | None:
         """A measuring round, if estimates of costs are missing or old; else None."""
         batch = self._batch
         self._unused += 1
-        if costs.passes.reading:  # a round beside a prompt would cost time, and show nothing
+        if costs.passes.reading:  # a round that also reads a prompt measures nothing
             return None
         if costs.passes.is_old(batch) and best.length:
-            return DraftPlan(needed=True)
+            return DraftPlan(measures=True)
         if self._unused > self._stale:
             self._unused = 0
             self._stale = min(2 * self._stale, STALE[1])
@@ -158,37 +159,37 @@ class Auto(StopperBase):
             trial = self._trial(members, max(best.length, 2), rounds=self._again)
             self._again -= trial is not None
             return trial
-        hopeless = not best.length and costs.knows_fewer(batch)  # what does not pay for some pays even less for more
+        hopeless = not best.length and costs.knows_fewer(batch)  # they pay even less than in smaller batches
         if not costs.lacks(batch) or self._credit < 1 or hopeless:
             return None
         if not costs.passes.last_was_plain and costs.passes.lacks(batch):
             self._credit -= 1
-            return DraftPlan(needed=True)
-        rounds = 1 + (self._catches_up and self._lost_place(members))
+            return DraftPlan(measures=True)
+        rounds = 1 + (self._catches_up and self._must_catch_up(members))
         self._credit -= 1
         wanted = min(best.length or TRIAL, 2 * TRIAL)
-        return self._trial(members, wanted, best.drafts, rounds) or DraftPlan(1, best.drafts, needed=True)
+        return self._trial(members, wanted, best.drafts, rounds) or DraftPlan(1, best.drafts, measures=True)
 
     def _trial(
         self, members: Sequence[RequestRates], length: int, drafts: int = 1, rounds: int = 1
     ) -> DraftPlan | None:
-        """A round with drafts of this length, or shorter ones, if so many of them may be lost to plain decoding."""
+        """A measuring round with drafts of this length or shorter ones, if the expected loss is allowed."""
         costs, others = self.costs.at(self._batch), self._batch - len(members)
         sums = _sums([tokens_by_length(*one.expected(drafts), self.limit) for one in members], self._most)
-        allowance = None if self.learned is None else self.learned.passes.allowance
+        allowance = None if self.learned_costs is None else self.learned_costs.passes.allowance
         for n in sorted({min(length, self.limit), min(2, length), 1}, reverse=True):
             made, cost = (sums[n] + others) / self._batch, costs.of(n, drafts, self._share) / costs.of(0)
             if allowance is None or allowance.affords(rounds * (cost - made), self._batch, short=n == 1):
-                return DraftPlan(n, drafts, made / cost, needed=True)
+                return DraftPlan(n, drafts, made / cost, measures=True)
         return None
 
     @staticmethod
-    def _lost_place(members: Sequence[RequestRates]) -> bool:
-        """Whether a draft model of its own has much to read first."""
+    def _must_catch_up(members: Sequence[RequestRates]) -> bool:
+        """Whether a separate draft model has much to read first."""
         return any(state.idle > CATCH_UP or not state.counts for state in members)
 
     def length(self, row: int) -> int:
-        """The best length; where this is 0, from time to time the length of a probe."""
+        """The best length; if it is 0, occasionally the length of a probe."""
         if self.plan is not None:
             return self.plan.length
         state = self._state(row)
@@ -213,12 +214,12 @@ class Auto(StopperBase):
         state.patience = 1 if self._choice([state]).length else min(2 * state.patience, PAUSES[1] // PAUSES[0])
 
     def spent(self, time: RoundTime) -> None:
-        """Learn what the round cost."""
-        if (learned := self.learned) is None:
+        """Learn from the time of the round."""
+        if (learned := self.learned_costs) is None:
             return
         if time.depth:
             self._unused = 0
-            if self.plan is not None and not self.plan.needed:
+            if self.plan is not None and not self.plan.measures:
                 self._stale = STALE[0]
         learned.passes.reading = time.reads > CATCH_UP
         if learned.passes.reading:
@@ -236,22 +237,26 @@ class Auto(StopperBase):
     @property
     def timed(self) -> bool:  # type: ignore[override]  # a constant in the base class
         """Whether costs are learned."""
-        return self.learned is not None
+        return self.learned_costs is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """What was learned of costs and acceptance, for a file; empty where too little is known."""
-        if self.learned is None or self.shared_rates is None or not (costs := self.learned.to_dict())["draft"]:
+        """The learned costs and acceptance rates, for a file; empty if too little is known."""
+        if (
+            self.learned_costs is None
+            or self.shared_rates is None
+            or not (costs := self.learned_costs.to_dict())["draft"]
+        ):
             return {}
         return {"costs": costs, "rates": self.shared_rates.to_dict()}
 
     def restore(self, found: dict[str, Any]) -> None:
-        """Begin with what an earlier run learned.
+        """Start from the figures of an earlier run.
 
         Raises:
-            KeyError, TypeError, ValueError, AttributeError: it has another form.
+            KeyError, TypeError, ValueError, AttributeError: the figures have another form.
         """
-        if self.learned is not None and self.shared_rates is not None:
-            self.learned.restore(found["costs"])
+        if self.learned_costs is not None and self.shared_rates is not None:
+            self.learned_costs.restore(found["costs"])
             self.shared_rates.restore(found["rates"])
 
     def _state(self, row: int) -> RequestRates:
@@ -261,7 +266,7 @@ class Auto(StopperBase):
         return state
 
     def _may_probe(self, state: RequestRates) -> bool:
-        """Whether the pause since the last draft is long enough for a probe."""
+        """Whether the last draft was long enough ago for a probe."""
         if state.idle < state.patience * PAUSES[0]:
             return False
         costs = self.costs.at(self._batch)
@@ -269,19 +274,19 @@ class Auto(StopperBase):
         return state.idle >= state.patience * pause
 
     def tokens(self, row: int, drafts: int = 1) -> tuple[float, ...]:
-        """Expected tokens of a round of this request with a draft of 0, 1, 2, ... tokens."""
+        """Expected tokens of a round of this request with drafts of 0, 1, 2, ... tokens."""
         return tokens_by_length(*self._state(row).expected(drafts), self.limit)
 
     @property
     def _share(self) -> float:
-        """Drafted tokens that a request may have, on average."""
+        """Mean number of drafted tokens that a request may have."""
         return self._most / self._batch
 
     def _choice(self, members: Sequence[RequestRates]) -> DraftPlan:
-        """What is best for these requests together."""
+        """The best plan for these requests together."""
         numbers = [1 << power for power in range(self._most_drafts.bit_length()) if 1 << power < self._most_drafts]
         rates = tuple(sorted((n, *one.expected(n)) for n in (*numbers, self._most_drafts) for one in members))
-        case = self.learned.version if self.learned else 0, self._batch, rates
+        case = self.learned_costs.version if self.learned_costs else 0, self._batch, rates
         if case not in self._best:
             if len(self._best) >= CACHE_SIZE:
                 self._best.clear()
@@ -297,7 +302,7 @@ class Auto(StopperBase):
 
 
 def _sums(each: Sequence[Sequence[float]], most: float) -> list[float]:
-    """Expected tokens of all requests together by the length of drafts, of which only the `most` likeliest are read."""
+    """Expected tokens of all requests by draft length, if only the `most` likeliest drafted tokens are read."""
     gained = [[now - before for before, now in itertools.pairwise(tokens)] for tokens in each]
     longest = len(gained[0])
     if len(each) * longest <= most:
@@ -309,5 +314,5 @@ def _sums(each: Sequence[Sequence[float]], most: float) -> list[float]:
 
 @functools.lru_cache(maxsize=CACHE_SIZE)
 def tokens_by_length(first: float, later: float, longest: int) -> tuple[float, ...]:
-    """`expected_tokens`, kept for rates that come again."""
+    """`expected_tokens`, cached."""
     return expected_tokens(first, later, longest)

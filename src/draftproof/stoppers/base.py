@@ -1,15 +1,15 @@
 """The contract of a stopper, which decides how long drafts get, and a base class with the usual defaults.
 
-A stopper may look at everything that was drafted so far, the newest token included. It may not discard that token: a
-token that was sampled must be verified. Under this condition every lossless rule stays lossless; a stopper that drops
-its newest token would change the output distribution.
+A stopper may look at everything that was drafted so far, including the newest token. It must not discard that token: a
+sampled token must be verified. Under this condition every lossless rule stays lossless; a stopper that dropped its
+newest token would change the output distribution.
 
 A stopper works in two steps. `signal` computes one number for each drawn token on the model's device. `stop_after`
-decides on the host, from the numbers of a path. So a drafter may ask after every token, or it may draw several tokens
-first and then cut the chain at the first token that ends it: the verified draft is the same.
+decides on the host from the numbers of a path. So a drafter may ask after every token, or draw several tokens first and
+then cut the chain at the first token that ends it: the verified draft is the same.
 
-A stopper that `reads_predictions` is asked before a token is drawn, with a prediction of its acceptance. It knows
-nothing of that token, so the chain may end before it.
+A stopper that `reads_predictions` is asked before a token is drawn, with a prediction of its acceptance. It does not
+know that token, so the chain may end before it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class AcceptanceRates:
     The defaults are optimistic: with a low rate nothing is drafted, so a rate that is too low would never be corrected.
 
     Attributes:
-        first: rate of the first token.
-        later: rate of a token after an accepted one.
+        first: acceptance rate of the first token.
+        later: acceptance rate of a token after an accepted one.
     """
 
     first: float = 0.5
@@ -48,16 +48,16 @@ Mean = int | float  # the type checks of the tests do not take an int for a floa
 
 @dataclass(frozen=True)
 class RoundTime:
-    """How long a round took, and what was done in it.
+    """The time of a round and its amount of work.
 
     Attributes:
         draft: seconds of drafting.
         rest: seconds of everything else.
         rows: number of requests in the round.
-        depth: tokens of the longest draft; 0 for a plain round.
-        nodes: drafted tokens of a request, the mean over all; more than `depth` where drafts branch, and less where
-            some requests have short drafts or none.
-        reads: the largest number of tokens of a request that the target read besides its draft.
+        depth: length of the longest draft in tokens; 0 for a plain round.
+        nodes: mean number of drafted tokens of a request; above `depth` if drafts branch, below it if some requests
+            have short drafts or none.
+        reads: largest number of tokens of a request that the target read besides its draft.
     """
 
     draft: float
@@ -86,7 +86,7 @@ class Stopper(Protocol):
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden states that it reads from DraftStep; 0 when it reads none."""
+        """Width of the hidden states that it reads from DraftStep; 0 if it reads none."""
 
     @property
     def reads_logits(self) -> bool:
@@ -110,26 +110,26 @@ class Stopper(Protocol):
         """Number of drafts for the row this round, 1 to `most`; called by drafters that make several drafts."""
 
     def signal(self, step: DraftStep) -> Float[Tensor, " drawn"] | None:
-        """One number for each drawn token, on the token's device; None when only `length` ends chains."""
+        """One number for each drawn token, on the token's device; None if only `length` ends chains."""
 
     def stop_after(self, signals: Sequence[float], row: int) -> bool:
         """Whether the chain ends with its newest token, given the signals of all its tokens so far.
 
-        Where it `reads_predictions`, the last signal is that of the next token, which is not drawn yet.
+        If the stopper `reads_predictions`, the last signal is that of the next token, which is not drawn yet.
         """
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
         """Called after each round with the depth of the row's draft (a chain's length) and the accepted tokens."""
 
     def spent(self, time: RoundTime) -> None:
-        """Called after each round, after `observe`, with the time that it took."""
+        """Called after each round, after `observe`, with the time of the round."""
 
     def release(self, row: int) -> None:
         """Called when the row's request has ended; unknown rows are ignored."""
 
 
 class StopperBase:
-    """A stopper that always allows `limit` tokens, reads no hidden states, has no signal and learns nothing."""
+    """Base class: a stopper that always allows `limit` tokens, reads nothing, has no signal and learns nothing."""
 
     constant = False
     hidden_size = 0

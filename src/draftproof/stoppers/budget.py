@@ -1,12 +1,12 @@
-"""A budget of drafted tokens for a round: so many for all its requests, given to the tokens likeliest to be accepted.
+"""The draft budget: a number of drafted tokens for all requests of a round, spent on the likeliest to be accepted.
 
-Where the target's pass waits for arithmetic, every drafted token costs the whole batch. So the requests compete: before
-a token is drawn, the draft model's row for it says how likely it will be accepted, and the tokens that may follow it
-are estimated from earlier rounds. A chain goes on if its next token is among the likeliest, as many as are left.
+If the target's pass is bound by arithmetic, every drafted token costs the whole batch time. So the requests compete.
+Before a token is drawn, its acceptance is estimated from the draft model's row, and that of the tokens after it from
+earlier rounds. A chain continues if its next token is among the likeliest that still fit the budget.
 
-The decision knows the rows of the next tokens, all tokens drawn so far of every request, and earlier rounds; it never
-knows the token itself. Under this condition every rule that is lossless for chains that end anywhere stays lossless,
-and the outputs of the requests stay independent (docs/concepts/lossless.md has the proof).
+The decision depends on the rows of the next tokens, on all tokens drawn so far of every request, and on earlier rounds;
+it never depends on the token itself. Under this condition every rule that is lossless for chains of any length stays
+lossless, and the outputs of the requests stay independent (docs/concepts/lossless.md has the proof).
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from draftproof.errors import UserError
 from draftproof.stoppers.base import AcceptanceRates
 from draftproof.stoppers.rates import RequestRates, SharedRates
 
-CLASSES = 8  # of rows, by their largest probability
+CLASSES = 8  # number of classes of rows, by their largest probability
 
 
 class DraftBudget:
-    """The drafted tokens (at most `most`; None: no bound) that the requests of a round may have together.
+    """A limit on the drafted tokens of a round, over all its requests: `most`, or None for no limit.
 
-    How often a token was accepted is counted for each class of rows, by the largest probability of the draft model's
-    own distribution (at temperature 1, before any transform), and for each request.
+    Acceptance is counted for each request, and for each class of rows by the largest probability of the draft model's
+    own distribution (at temperature 1, before any transform).
     """
 
     def __init__(self, most: int | None = None) -> None:
         if most is not None and most < 1:
-            raise UserError(f"draft_budget: expected 1 or more drafted tokens for a round, got {most}")
+            raise UserError(f"draft_budget: expected 1 or more drafted tokens per round, got {most}")
         self.most = most
         self._by_class = SharedRates({kind: AcceptanceRates((kind + 0.5) / CLASSES) for kind in range(CLASSES)})
         self._all = SharedRates()
         self._requests: dict[int, RequestRates] = {}
         self._left = math.inf
         self._reached: dict[int, float] = {}  # probability that all tokens of a request's chain so far are accepted
-        self._kinds: dict[int, list[int]] = {}  # class of the row of each of them
+        self._kinds: dict[int, list[int]] = {}  # classes of the rows of these tokens
         self.begin()
 
     def begin(self) -> None:
-        """Begin a round."""
+        """Start a round."""
         self._left = math.inf if self.most is None else self.most
         self._reached.clear()
         self._kinds.clear()
 
     def within(self, length: int) -> int:
-        """A length, or what is left of the budget if that is less."""
+        """The length, or the rest of the budget if that is less."""
         return length if self._left >= length else int(self._left)
 
     def reserve(self, tokens: int) -> None:
-        """Keep tokens for drafts that nothing is drawn for."""
+        """Set tokens of the budget aside for drafts that are not drawn."""
         self._left = max(self._left - tokens, 0)
 
     def admit(self, rows: Sequence[int], rooms: Sequence[int], logits: Sequence[Float[Tensor, " width"]]) -> list[bool]:
@@ -64,8 +64,8 @@ class DraftBudget:
 
         Args:
             rows: the request of each chain.
-            rooms: how many more tokens each of them may get otherwise, 1 or more.
-            logits: of the next token of each chain, before any transform.
+            rooms: how many more tokens each chain may get apart from the budget, 1 or more.
+            logits: logits of the next token of each chain, before any transform.
         """
         if sum(rooms) <= self._left:  # there is enough for all
             self._left -= len(rows)
@@ -86,9 +86,9 @@ class DraftBudget:
         return going
 
     def cut(self, rows: Sequence[int], drafts: Sequence[Draft]) -> list[Draft]:
-        """The drafts without what is beyond the budget; what was drawn stays, and counts first.
+        """The drafts, cut to the budget; drawn tokens are kept and count first.
 
-        Only tokens that are functions of those before them are dropped. They may be looked at.
+        Only tokens that are functions of the tokens before them are dropped, which is allowed after looking at them.
         """
         if self.most is None or sum(map(len, drafts)) <= self.most:
             return list(drafts)
@@ -105,7 +105,7 @@ class DraftBudget:
         ]
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
-        """Count what became of a request's draft."""
+        """Count the outcome of a request's draft."""
         if self.most is None or not drafted:
             return
         self._rates(row).learn(1, drafted, accepted)
@@ -113,11 +113,11 @@ class DraftBudget:
             self._by_class.learn(kind, 1, int(place < accepted))
 
     def release(self, row: int) -> None:
-        """Forget a request that has ended; unknown ones are ignored."""
+        """Forget an ended request; unknown ids are ignored."""
         self._requests.pop(row, None)
 
     def _rate(self, kind: int) -> float:
-        """How often tokens from rows of a class are accepted."""
+        """The acceptance rate of tokens from rows of a class."""
         known = self._by_class.expected(kind)
         assert known is not None, "every class has an assumed rate"
         return known.first
@@ -132,8 +132,8 @@ UNLIMITED = DraftBudget()
 def likeliest(chances: Sequence[Sequence[float]], most: int) -> list[int]:
     """How many tokens of each chain are among the `most` likeliest of all.
 
-    `chances` has for each chain the probabilities that its next token, the one after it, ... is reached and accepted; a
-    later one is not likelier.
+    For each chain, `chances` has the probabilities that its next token, the one after it, ... are reached and accepted;
+    they never increase.
     """
     places = [(-chance, place, chain) for chain, own in enumerate(chances) for place, chance in enumerate(own)]
     sizes = [0] * len(chances)

@@ -1,9 +1,9 @@
-"""What rounds cost, learned from the time of each round while requests are decoded; nothing is measured beforehand.
+"""The costs of rounds, learned from the time of each round during decoding; nothing is measured beforehand.
 
-The speed of a machine changes: other processes come and go. So no figure here is a number of seconds. The time of
-drafting is divided by the rest of the same round, and the rest of a round with a draft by the rest of a plain round
-next to it. What slows down the whole machine divides out, and what hits a single round is an outlier among medians.
-All costs are in units of the plain round of the same number of requests.
+The speed of a machine changes as other processes come and go. So costs are ratios, not seconds: the time of drafting is
+divided by the rest of the same round, and the rest of a round with a draft by the rest of a neighbouring plain round.
+A slower machine cancels out, and a disturbance of a single round is an outlier among medians. The unit of all costs is
+a plain round of the same number of requests.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from draftproof.stoppers.base import Mean, RoundTime
 from draftproof.theory.cost import RoundCosts
 
 WINDOW, PAIRS = 32, 12  # newest figures that count: of drafting, and of neighbouring rounds, which are fewer
-TRIALS = 3  # rounds of each kind that are needed before figures count as known
-REFRESH = (4, 128)  # drafted rounds after which a plain round shows what a plain round takes: at first, and later
-SHORT, LONG = 1.0, 8.0  # drafted tokens at which an assumption counts as a figure
+TRIALS = 3  # rounds of each kind that are needed before costs count as known
+REFRESH = (4, 128)  # drafted rounds after which a plain round is measured again: at first, and later
+SHORT, LONG = 1.0, 8.0  # numbers of drafted tokens at which the assumed line counts as a figure
 DOUBT = 1.5  # figures further from the line than this factor contradict it
 OUTLIER = 3.0  # figures further from the others than this factor do not count
-LOSS, REGAIN, DEBT = 2.0, 0.01, 2.0  # plain rounds of one request that may be lost at first, regained, and owed
-UNSETTLED = 6  # drafted rounds of one request whose gain is not counted yet, while little is known of costs
+LOSS, REGAIN, DEBT = 2.0, 0.01, 2.0  # plain rounds of one request: allowed loss at first, gain per round, largest debt
+UNSETTLED = 6  # drafted rounds of one request whose gain is counted later, while costs are hardly known
 UNKNOWN = RoundCosts(target=1.0, draft=0.35, token=0.02, more=0.05, begin=0.05)
 
 
 class Line:
     """y = start + slope x, by least squares through the medians of the newest figures with equal x.
 
-    An assumed line counts as a few figures, fewer the more figures there are; before that it is scaled to them, so that
-    only its form is assumed.
+    An assumed line counts as a few figures, with less weight the more figures there are. It is first scaled to the
+    figures, so that only its form is assumed.
 
     Args:
         start: of the assumed line.
         slope: of the assumed line.
         size: number of figures that count.
-        kept: how many figures the assumed line stands for, where it was learned earlier.
-        unit: what a figure is multiplied by, from its number of drafted tokens, where that may change later.
-        floor: smallest start; what is assumed of the form of the line is assumed of what lies above it.
-        least: smallest slope, as a share of the mean y over the mean x; against noise where all x are alike.
+        kept: how many figures the assumed line stands for, if it was learned in an earlier run.
+        unit: the factor of a figure, by its number of drafted tokens; it may change later.
+        floor: smallest start; the assumed form is that of the part above it.
+        least: smallest slope, as a share of the mean y over the mean x; against noise if all x are similar.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Line:
         self._fitted: tuple[float, float] | None = (start, slope)
 
     def add(self, x: Mean, y: float, nodes: Mean) -> None:
-        """Add a figure; when as many in a row contradict the line as make it known, older ones are dropped."""
+        """Add a figure; if TRIALS figures in a row contradict the line, the older ones are dropped."""
         start, slope = self.fitted
         known = len(self.figures) >= TRIALS or self.kept
         agrees = 1 / DOUBT < y * self.unit(nodes) / max(start + slope * x, 1e-9) < DOUBT
@@ -82,18 +82,18 @@ class Line:
         self._fitted = None
 
     def _drop(self) -> None:
-        """Drop the oldest of the figures of which there are most, so that many short drafts leave the long ones."""
+        """Drop the oldest figure of the most frequent length, so that short drafts do not displace long ones."""
         kinds = [math.frexp(x)[1] for x, *_ in self.figures]
         most = max(set(kinds), key=kinds.count)
         del self.figures[kinds.index(most)]
 
     @property
     def lacks(self) -> bool:
-        """Whether there are too few figures to choose by, or the newest ones contradict the others."""
+        """Whether there are too few figures, or the newest ones contradict the others."""
         return self.doubts > 0 or len(self.figures) < (1 if self.kept else TRIALS)
 
     def forget_fit(self) -> None:
-        """Fit again when it is needed: the unit has changed."""
+        """Discard the fit, because the unit has changed."""
         self._fitted = None
 
     @property
@@ -146,46 +146,46 @@ def _least_squares(points: Sequence[tuple[float, float, float]], least: float, f
 
 
 class Allowance:
-    """How much may be lost to plain decoding by rounds that are made for what they show, in plain rounds.
+    """The time, in plain rounds, that measuring rounds may lose to plain decoding.
 
-    Every round adds a little, and what it gained or lost. Where drafts pay, tries are free; where they do not, all
-    tries of all drafters and requests together cost a fixed share of the time. A round of several requests shows more
-    than one of a single request, and drafts pay less there, so less may be lost: by the root of their number.
+    Every round adds a little, plus its own gain or loss. If drafts pay, trials are free; if they do not, all trials of
+    all drafters and requests together cost a fixed share of the time. A round of several requests measures more than
+    one of a single request, and drafts pay less there, so less may be lost: by the square root of their number.
     """
 
     def __init__(self) -> None:
         self.left = LOSS
 
     def affords(self, loss: float, rows: int, *, short: bool = False) -> bool:
-        """Whether a round that is expected to lose so much may be made; a short try may where nothing is owed.
+        """Whether a round with this expected loss is allowed; a short trial always is, unless there is a debt.
 
-        An expectation may be wrong, and only a try corrects it.
+        The expectation may be wrong, and only a trial corrects it.
         """
         return loss * math.sqrt(rows) <= self.left or (short and self.left >= 0)
 
     def settle(self, gained: float, rows: int) -> None:
-        """Add a round that made so many plain rounds' tokens more than its time allows, or less."""
+        """Add the gain of a round over plain decoding, in plain rounds; negative for a loss."""
         scale = math.sqrt(rows)
         self.left = max(min(self.left + REGAIN + gained * scale, LOSS), -DEBT * scale)
 
 
 class DraftCosts:
-    """What the rest of a round with a draft takes, in plain rounds of the same number of requests.
+    """The cost of a round with a draft apart from drafting, in plain rounds of the same number of requests.
 
-    Several drafters may share it: the target's pass does not depend on who drafted. `token` is the assumed cost of one
-    more drafted token.
+    Several drafters may share it, since the target's pass does not depend on the drafter. `token` is the assumed cost
+    of one more drafted token.
     """
 
     def __init__(self, token: float = UNKNOWN.token) -> None:
         self._token = token
         self._lines: dict[int, Line] = {}
-        self._newest: RoundTime | None = None  # None where its time says nothing
+        self._newest: RoundTime | None = None  # None if its time is not comparable
         self._since: dict[int, int] = {}
         self._pause: dict[int, int] = {}
         self._plain: dict[int, float] = {}  # rest of the newest plain round, in seconds
         self.version = 0  # rises with every figure
         self.allowance = Allowance()
-        self.reading = False  # whether the newest round read a prompt, as the next one may
+        self.reading = False  # whether the newest round read a prompt; the next one may, too
 
     def line(self, rows: int) -> Line:
         """Cost of drafted tokens beyond the plain round, by their number, for `rows` requests."""
@@ -194,22 +194,22 @@ class DraftCosts:
             known = [other for other, line in self._lines.items() if line.kept or line.figures]
             near = min(known, key=lambda other: (other > size, abs(other - size)), default=None)
             start, slope = (1.0, self._token) if near is None else self._lines[near].fitted
-            self._lines[size] = self._made(start, slope if near is None else _of_more(slope, size / near))
+            self._lines[size] = self._new_line(start, slope if near is None else _of_more(slope, size / near))
         return self._lines[size]
 
     @staticmethod
-    def _made(start: float, slope: float, kept: int = 0) -> Line:
+    def _new_line(start: float, slope: float, kept: int = 0) -> Line:
         return Line(start, slope, size=PAIRS, kept=kept, floor=1.0)
 
     def rest(self, rows: int, nodes: Mean) -> float:
-        """Expected rest of a round with a draft of so many tokens."""
+        """Expected rest of a round with a draft of this many tokens."""
         start, slope = self.line(rows).fitted
         return start + slope * nodes
 
     def learn(self, time: RoundTime) -> None:
         """Add a round."""
         line, size, other = self.line(time.rows), size_class(time.rows), self._newest
-        # A plain round is compared with the rounds beside it only: as one outlier it must not look like a change.
+        # A plain round is only compared with its neighbours: a single outlier must not look like a change.
         if other is not None and size_class(other.rows) == size and bool(other.nodes) != bool(time.nodes):
             wide, plain = (time, other) if time.nodes else (other, time)
             line.add(wide.nodes, wide.rest / max(plain.rest, 1e-9), wide.nodes)
@@ -220,7 +220,7 @@ class DraftCosts:
             self._since[size] = self._since.get(size, 0) + 1
             if size in self._plain:
                 share = time.rest / max(self._plain[size] * self.rest(time.rows, time.nodes), 1e-9)
-                if not 1 / DOUBT < share < DOUBT:  # the machine, or the line: a plain round soon tells
+                if not 1 / DOUBT < share < DOUBT:  # the machine or the line changed: a plain round will show which
                     self._pause[size] = REFRESH[0]
             return
         self._plain[size] = time.rest
@@ -229,21 +229,21 @@ class DraftCosts:
             self._pause[size] = min(2 * self._pause.get(size, REFRESH[0]), REFRESH[1])
 
     def interrupted(self) -> None:
-        """A round whose time says nothing: its neighbours are not compared."""
+        """Note a round whose time is not comparable: its neighbours are not compared with it."""
         self._newest = None
 
     def lacks(self, rows: int) -> bool:
-        """Whether there are too few figures of this number of requests."""
+        """Whether there are too few figures for this number of requests."""
         return self.line(rows).lacks
 
     def is_old(self, rows: int) -> bool:
-        """Whether no plain round was seen for long."""
+        """Whether the last plain round was long ago."""
         size = size_class(rows)
         return self._since.get(size, 0) >= self._pause.get(size, REFRESH[0])
 
     @property
     def last_was_plain(self) -> bool:
-        """Whether the newest round was a plain one that counts."""
+        """Whether the newest round was plain and comparable."""
         return self._newest is not None and not self._newest.nodes
 
     def to_dict(self) -> dict[str, list[float]]:
@@ -252,15 +252,15 @@ class DraftCosts:
         return {str(size): list(line.fitted) for size, line in known.items()}
 
     def restore(self, found: dict[str, Any]) -> None:
-        """Begin with figures that `to_dict` gave in an earlier run."""
-        for size, line in _kept_lines(found).items():
-            self._lines.setdefault(size, self._made(*line, kept=TRIALS))
+        """Start from figures that `to_dict` returned in an earlier run."""
+        for size, line in _stored_lines(found).items():
+            self._lines.setdefault(size, self._new_line(*line, kept=TRIALS))
         self.version += 1
 
 
 @dataclass
 class LearnedCosts:
-    """Costs of rounds with one drafter, in plain rounds: those `assumed`, until the times of rounds teach others.
+    """Costs of rounds with one drafter, in plain rounds: `assumed` at first, then learned from the times of rounds.
 
     Several drafters may share `passes`, the costs of the target's pass.
     """
@@ -277,7 +277,7 @@ class LearnedCosts:
 
     @property
     def version(self) -> int:
-        """Rises with every figure, so that choices can be kept until then."""
+        """Rises with every figure, so that choices can be cached until then."""
         return self.passes.version
 
     def at(self, rows: int) -> RoundCosts:
@@ -294,7 +294,7 @@ class LearnedCosts:
         return self._current[size]
 
     def _follow_passes(self) -> None:
-        """Drop what was fitted with earlier costs of the passes: they are the unit of the figures of drafting."""
+        """Discard fits made with earlier costs of passes, which are the unit of the figures of drafting."""
         if self._version != self.passes.version:
             self._version = self.passes.version
             self._current.clear()
@@ -311,7 +311,7 @@ class LearnedCosts:
         return self._drafting[size]
 
     def learn(self, time: RoundTime, drafts: int = 1, *, drafting: bool = True) -> None:
-        """Add a round; `drafting` is false where a draft model first had to read other tokens."""
+        """Add a round; `drafting` is false if a draft model first had to read other tokens."""
         if time.depth and drafting and time.rest > 0:
             line = self._line(size_class(time.rows))
             if drafts == 1:
@@ -323,10 +323,10 @@ class LearnedCosts:
         self.passes.learn(time)
 
     def settle(self, time: RoundTime, accepted: Mean, *, caught_up: bool = False) -> None:
-        """Count what a round gained over plain decoding; the first drafts count when more is known of costs.
+        """Count the gain of a round over plain decoding; the first drafts are counted when costs are better known.
 
-        Rounds of many requests cost more and show more, so fewer of them wait to be counted. `accepted` is the mean
-        over the requests; `caught_up`, whether the draft model first had to read other tokens.
+        Rounds of many requests cost more and measure more, so fewer of them wait to be counted. `accepted` is the mean
+        over the requests; `caught_up` says whether the draft model first had to read other tokens.
         """
         if not time.depth:
             self.passes.allowance.settle(0.0, time.rows)
@@ -338,21 +338,21 @@ class LearnedCosts:
             self.passes.allowance.settle(self._gained(*settled), settled[0].rows)
 
     def _gained(self, time: RoundTime, accepted: Mean, caught_up: bool) -> float:
-        """Plain rounds that a round gained; the time of drafting is what was seen or what is known, the less of them.
+        """The gain of a round, in plain rounds; the time of drafting is the measured or the expected one, if less.
 
-        What was seen may be an outlier, and what is known a figure from a busy machine. What a draft model had to catch
-        up with is only seen.
+        The measurement may be an outlier, and the expectation may be from a busy machine. The time of catching up is
+        only measured.
         """
         rest, (begin, draft) = self.passes.rest(time.rows, time.nodes), self._line(size_class(time.rows)).fitted
-        seen = rest * time.draft / max(time.rest, 1e-9)
-        return 1 + accepted - rest - (seen if caught_up else min(begin + draft * time.depth, seen))
+        measured = rest * time.draft / max(time.rest, 1e-9)
+        return 1 + accepted - rest - (measured if caught_up else min(begin + draft * time.depth, measured))
 
     def lacks(self, rows: int) -> bool:
-        """Whether there are too few figures of this number of requests to choose by them."""
+        """Whether there are too few figures for this number of requests to choose by them."""
         return self._line(size_class(rows)).lacks or self.passes.lacks(rows)
 
     def knows_fewer(self, rows: int) -> bool:
-        """Whether there are enough figures of some smaller number of requests."""
+        """Whether there are enough figures for some smaller number of requests."""
         return any(size < size_class(rows) and len(line.figures) >= TRIALS for size, line in self._drafting.items())
 
     def to_dict(self) -> dict[str, Any]:
@@ -366,30 +366,30 @@ class LearnedCosts:
         }
 
     def restore(self, found: dict[str, Any]) -> None:
-        """Begin with figures that `to_dict` gave in an earlier run; what contradicts them outvotes them."""
-        lines = _kept_lines(found["draft"])
+        """Start from figures that `to_dict` returned in an earlier run; contradicting figures soon replace them."""
+        lines = _stored_lines(found["draft"])
         self.passes.restore(found["rest"])
         for size, line in lines.items():
             self._drafting[size] = Line(*line, kept=TRIALS, unit=partial(self.passes.rest, size), least=0.5)
 
 
 def _of_more(slope: float, times: float) -> float:
-    """The cost of one more token of each request in plain rounds, for a multiple of the requests, from that of fewer.
+    """The cost of one more token of each request, in plain rounds, for `times` as many requests.
 
-    A pass for r tokens takes a + b r, so the cost is b r / (a + b r) for r requests, which is below 1.
+    A pass for r tokens takes a + b r, so the cost for r requests is b r / (a + b r), which is below 1.
     """
     return slope if slope >= 1 else times * slope / (1 + (times - 1) * slope)
 
 
-def _kept_lines(found: dict[str, Any]) -> dict[int, tuple[float, float]]:
-    """Start and slope by number of requests, as a file has them."""
-    made = {int(size): (float(start), float(slope)) for size, (start, slope) in found.items()}
-    for size, line in made.items():
+def _stored_lines(found: dict[str, Any]) -> dict[int, tuple[float, float]]:
+    """Start and slope by number of requests, from a file."""
+    lines = {int(size): (float(start), float(slope)) for size, (start, slope) in found.items()}
+    for size, line in lines.items():
         if size < 1 or not all(0 <= figure < math.inf for figure in line):
             raise ValueError(f"expected finite costs, 0 or more, got {line} for {size} requests")
-    return made
+    return lines
 
 
 def size_class(rows: int) -> int:
-    """Numbers of requests whose figures count together: 1, 2, 3 to 4, 5 to 8, ... are named by the largest of them."""
+    """The largest number in the class of `rows`; classes (1, 2, 3 to 4, 5 to 8, ...) have figures in common."""
     return 1 << max(rows - 1, 0).bit_length()

@@ -10,7 +10,7 @@ from draftproof.stoppers.fixed import MAX_LENGTH
 
 
 class Schedule(StopperBase):
-    """Drafts two tokens more after a draft that was accepted completely, and one token less after any other draft.
+    """Drafts two more tokens after a fully accepted draft, and one token less after any other draft.
 
     Every request has its own length, so its answer is the same alone and in any batch.
 
@@ -40,13 +40,13 @@ class Schedule(StopperBase):
 
 
 class Oracle(StopperBase):
-    """Drafts up to the next token on which a recorded greedy run disagrees; for analysis.
+    """Drafts up to the next token at which draft and target disagree in a recorded greedy run; for analysis.
 
     No stopper can need fewer target calls without discarding a token.
 
     Args:
-        agreements: for each request id, whether the draft's greedy token is the target's, for each position of the
-            output; a position without a record counts as a disagreement.
+        agreements: by request id, for each position of the output whether the draft's greedy token is the target's;
+            a position without a record counts as a disagreement.
         limit: length of the longest chain.
 
     Source: SpecDec++, arXiv 2405.19715, Lemma 2.1.

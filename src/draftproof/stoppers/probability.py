@@ -1,4 +1,4 @@
-"""Stoppers that look at what the draft model says: `confidence`, its largest probability, `entropy` and `predicted`.
+"""Stoppers by the draft model's output: `confidence` (its largest probability), `entropy` and `predicted`.
 
 The first two use the distribution at temperature 1 and before any transform. At temperature 0 q is a point mass, which
 has probability 1 and entropy 0 at every token. The last one uses a draft head's own predictions.
@@ -21,7 +21,7 @@ DEFAULT_LIMIT = 16
 
 
 def probs_of(step: DraftStep) -> Float[Tensor, "drawn vocab"]:
-    """The rows of q; they exist, because drafters of point masses have no stopper."""
+    """The rows of q, which always exist, because drafters of point masses have no stopper."""
     assert step.probs is not None, "drafts of point masses have no rows of q"
     return step.probs
 
@@ -33,7 +33,7 @@ def own_probs(step: DraftStep) -> Float[Tensor, "drawn width"]:
 
 
 class ThresholdStopper(StopperBase):
-    """A stopper with a threshold between 0 and 1, which its name shows."""
+    """Base class of stoppers with a threshold between 0 and 1, which is part of their name."""
 
     def __init__(self, name: str, threshold: float, limit: int) -> None:
         if not 0 < threshold < 1:
@@ -43,7 +43,7 @@ class ThresholdStopper(StopperBase):
 
 
 class Confidence(ThresholdStopper):
-    """Stops after a token for which the draft model's largest probability was below a threshold."""
+    """Stops after a token if the draft model's largest probability for it was below a threshold."""
 
     reads_logits = True
 
@@ -60,9 +60,9 @@ class Confidence(ThresholdStopper):
 
 
 class Predicted(ThresholdStopper):
-    """Stops before a token with which the draft head's own prediction that all are accepted is below a threshold.
+    """Stops before a token if the predicted probability that all tokens up to it are accepted is below a threshold.
 
-    A head predicts each acceptance before the token is drawn, from the tokens before it (DSpark's confidence).
+    The draft head predicts each acceptance before the token is drawn, from the tokens before it (DSpark's confidence).
     """
 
     reads_predictions = True

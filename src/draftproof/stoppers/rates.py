@@ -1,4 +1,4 @@
-"""How often drafted tokens are accepted: counts of a request, and of all requests together."""
+"""Acceptance rates of drafted tokens: counts for a request, and for all requests together."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from draftproof.stoppers.base import AcceptanceRates
 
-PRIOR_WEIGHT = 4.0  # number of tokens that assumed rates count for
+PRIOR_WEIGHT = 4.0  # weight of assumed rates, in tokens
 DECAY = 0.96  # weight of a round relative to the next one of the same request
 SHARED_DECAY = 0.995  # the same for the counts of all requests together
-ENOUGH = 8.0  # tokens after which the counts of all requests say what a new request may expect
-FORGET_AFTER = 64  # rounds after which the rates of a kind of draft that was not used are forgotten
+ENOUGH = 8.0  # tokens after which the counts of all requests are used for a new request
+FORGET_AFTER = 64  # rounds after which the rates of an unused kind of draft are forgotten
 FORGET_IDLE = (24, 192)  # rounds without a draft after which a request's own rates are forgotten: at first, and later
 
 
@@ -20,9 +20,9 @@ class RateCounts:
     """Counts of accepted and rejected tokens; older rounds count less."""
 
     first: list[float]  # accepted and rejected first tokens
-    later: list[float]  # the same of tokens after an accepted one
+    later: list[float]  # accepted and rejected tokens after an accepted one
     unused: int = 0  # rounds of the request since these counts changed
-    _rates: tuple[float, float] | None = None  # of these counts, once they were asked for
+    _rates: tuple[float, float] | None = None  # cached rates of these counts
 
     @classmethod
     def assumed(cls, first: float, later: float, weight: float = PRIOR_WEIGHT) -> RateCounts:
@@ -46,7 +46,7 @@ class RateCounts:
 
 
 class SharedRates:
-    """Rates of all requests together, by kind of draft: what a new request may expect; `assumed` before that."""
+    """Rates of all requests together, by kind of draft, as the expectation for a new request; at first `assumed`."""
 
     def __init__(self, assumed: dict[int, AcceptanceRates] | None = None) -> None:
         self.assumed = assumed or {}
@@ -54,7 +54,7 @@ class SharedRates:
         self.version = 0  # rises with every change
 
     def expected(self, kind: int) -> AcceptanceRates | None:
-        """Rates of a kind of draft; None where too little is known."""
+        """Rates of a kind of draft; None if too little is known."""
         counts = self.counts.get(kind)
         if counts is None or sum(counts.first) < ENOUGH:
             return self.assumed.get(kind)
@@ -74,7 +74,7 @@ class SharedRates:
         return {str(kind): [found.first, found.later] for kind, found in known.items()}
 
     def restore(self, found: dict[str, Iterable[float]]) -> None:
-        """Begin with rates that `to_dict` gave in an earlier run."""
+        """Start from rates that `to_dict` returned in an earlier run."""
         self.version += 1
         for kind, (first, later) in found.items():
             if not (0 <= first <= 1 and 0 <= later <= 1):
@@ -86,7 +86,7 @@ class SharedRates:
 class RequestRates:
     """The acceptance counts of a request for each kind of draft, and when it last drafted."""
 
-    shared: SharedRates | None = None  # of all requests together; None where each stands alone
+    shared: SharedRates | None = None  # of all requests together; None if each counts alone
     assumed: AcceptanceRates = field(default_factory=AcceptanceRates)  # before the first draft
     counts: dict[int, RateCounts] = field(default_factory=dict)  # by kind of draft
     idle: int = 0  # rounds since the last draft
@@ -96,7 +96,7 @@ class RequestRates:
     _version: int = -1  # of the shared rates that these are for
 
     def rest(self) -> None:
-        """Count a round without a draft; after long, expect again what all requests together say."""
+        """Count a round without a draft; after many of them, fall back to the shared rates."""
         self.idle += 1
         if self.shared is not None and self.counts and self.idle >= self.memory:
             self.counts.clear()
@@ -104,14 +104,14 @@ class RequestRates:
             self.memory = min(2 * self.memory, FORGET_IDLE[1])
 
     def expected(self, drafts: int) -> tuple[float, float]:
-        """Expected rates of tokens for a number of drafts; optimistic for a number that was not tried recently.
+        """Expected rates for a number of drafts; optimistic for a number that was not tried recently.
 
-        A single draft is expected to do as well as several drafts did, and several as well as independent drafts would.
+        A single draft is expected to do as well as several did, and several as well as independent drafts would.
         """
         if self.shared is not None and self.shared.version != self._version:
             self._expected.clear()
             self._version = self.shared.version
-        if drafts not in self._expected:  # it is asked for in every round, and rounds without drafts change nothing
+        if drafts not in self._expected:  # needed in every round, but rounds without drafts change nothing
             self._expected[drafts] = self._from_counts(drafts)
         return self._expected[drafts]
 

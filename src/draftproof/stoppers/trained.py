@@ -19,9 +19,9 @@ LIMIT = 20  # SpecDec++, arXiv 2405.19715, section 4.1
 
 
 class _HeadStopper(ThresholdStopper):
-    """The common part of these stoppers: a head of the class's kind, on the device of the hidden states.
+    """Base class of stoppers with a head of the class's kind, which runs on the device of the hidden states.
 
-    The threshold is between 0 and 1; None takes the head's own.
+    The threshold is between 0 and 1; None uses the head's own.
     """
 
     kind: str
@@ -31,8 +31,8 @@ class _HeadStopper(ThresholdStopper):
         config = head.config
         if config.kind != self.kind:
             raise UserError(
-                f"stopper {self.stopper} was given a head of kind {config.kind} (trained on {config.draft}): it takes "
-                f"a head of kind {self.kind}"
+                f"stopper {self.stopper}: expected a head of kind {self.kind}, got one of kind {config.kind} (trained "
+                f"on {config.draft})"
             )
         super().__init__(self.stopper, config.threshold if threshold is None else threshold, limit)
         self.head = head
@@ -90,10 +90,10 @@ class Ratio(_HeadStopper):
 
 
 class Approximate(_HeadStopper):
-    """SPRINTER: stops at the first token that the small verifier rejects, as its probability is not above tau.
+    """SPRINTER: stops at the first token that the small verifier rejects, with a probability of at most tau.
 
-    With the rule `last_token`, all tokens before that one are emitted without a test by the target, which is lossy.
-    With a lossless rule this is a stopper like the others.
+    With the rule `last_token`, all tokens before that one are emitted without verification by the target, which is
+    lossy. With a lossless rule this is a stopper like any other.
 
     Source: SPRINTER, arXiv 2502.04557, Algorithm 1.
     """

@@ -26,7 +26,7 @@ from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.backends.model_info import end_tokens
 from draftproof.drafters.base import Drafter
-from draftproof.drafters.head import FollowingModel, following_drafter
+from draftproof.drafters.head import HeadDraftModel, head_drafter
 from draftproof.engine.engine import Engine
 from draftproof.engine.stats import total_stats
 from draftproof.errors import UserError
@@ -303,13 +303,13 @@ class _FeatureRun:
     def _drafter(self, net: Net) -> Drafter:
         """A drafter of four tokens from the head as it is stored."""
         if isinstance(net, FeatureNet):
-            model = FollowingModel(FeatureBackend(self.target, _as_stored(net)), self.target)
-            return following_drafter(model, FixedLength(4), "feature_head")
+            model = HeadDraftModel(FeatureBackend(self.target, _as_stored(net)), self.target)
+            return head_drafter(model, FixedLength(4), "feature_head")
         with tempfile.TemporaryDirectory() as folder:
             self.save(net, Path(folder))
             read = PEagleBackend if isinstance(net, PEagleModule) else eagle3_backend
-            model = FollowingModel(read(folder, self.target), self.target)
-        return following_drafter(model, FixedLength(4), net.algorithm)
+            model = HeadDraftModel(read(folder, self.target), self.target)
+        return head_drafter(model, FixedLength(4), net.algorithm)
 
 
 def _as_stored(net: FeatureNet) -> FeatureNet:

@@ -20,7 +20,7 @@ from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.backends.model_info import end_tokens
 from draftproof.drafters.draft_model import DraftModel
-from draftproof.drafters.head import FollowingModel
+from draftproof.drafters.head import HeadDraftModel
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
 from draftproof.progress import Watch, silent
@@ -73,7 +73,7 @@ class PairData:
     def _model(self) -> DraftModel:
         """The feature head as drafters use it."""
         assert self.head is not None, "the draft is a feature head"
-        return FollowingModel(FeatureBackend(self.target, load_net(self.head)), self.target)
+        return HeadDraftModel(FeatureBackend(self.target, load_net(self.head)), self.target)
 
     @cached_property
     def eos(self) -> tuple[int, ...]:

@@ -1,1 +1,1 @@
-"""Verification rules as the engine calls them: drafts and target rows in, verdicts out."""
+"""Verification rules for the engine: drafts and target rows in, verdicts out."""

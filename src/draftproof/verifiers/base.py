@@ -14,7 +14,7 @@ from draftproof.rng import Rng
 
 @runtime_checkable
 class Verifier(Protocol):
-    """Decides which drafted tokens are kept, and draws the bonus token."""
+    """Decides which drafted tokens are accepted, and draws the bonus token."""
 
     @property
     def name(self) -> str:
@@ -38,7 +38,7 @@ class Verifier(Protocol):
 
     @property
     def shared_noise(self) -> bool:
-        """Whether target and draft draw with the same noise, that of `draftproof.rng.NoiseRoundRng`."""
+        """Whether target and draft draw with the same noise (`draftproof.rng.NoiseRoundRng`)."""
 
     def verify(
         self,
@@ -50,8 +50,8 @@ class Verifier(Protocol):
         """Return one verdict for each draft.
 
         Args:
-            drafts: one for each row of the batch; lengths may differ.
-            target_probs: for each draft, p at the root and after each node, [1 + nodes, vocab].
-            rng: source of randomness; its draws have one leading row for each draft.
-            states: the `state` of each row's last verdict, None in its first round.
+            drafts: one draft for each row of the batch; lengths may differ.
+            target_probs: p at the root and after each node of each draft, [1 + nodes, vocab].
+            rng: the source of randomness; its draws have one leading row for each draft.
+            states: the `state` of each row's last verdict; None in its first round.
         """

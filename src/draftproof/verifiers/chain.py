@@ -1,4 +1,4 @@
-"""Verifiers for one chain per row: rules on chains of different lengths, and with `lossless` false the lossy ones."""
+"""Verifiers for one chain per row, of any lengths; those with `lossless` false are the lossy ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from draftproof.rng import Rng
 
 
 class ChainBatch(NamedTuple):
-    """Drafted chains of a batch, padded to the longest; q is None when every token is a point mass."""
+    """Drafted chains of a batch, padded to the longest; q is None if every token is a point mass."""
 
     tokens: Int[Tensor, "B n"]
     q: Float[Tensor, "B n V"] | None
@@ -36,18 +36,21 @@ def _pad(rows: Sequence[Tensor]) -> Tensor:
 
 
 def pad_chains(drafts: Sequence[Draft], target_probs: Sequence[Float[Tensor, "_ vocab"]]) -> ChainBatch:
-    """The chains of a batch, padded; rows without a draft have length 0.
+    """Pad the chains of a batch; rows without a draft have length 0.
 
     Raises:
         ValueError: a draft branches, or only some of the drafts are point masses.
     """
     for row, draft in enumerate(drafts):
         if not draft.tree.is_chain:
-            raise ValueError(f"row {row} has a draft that branches: this rule verifies chains")
+            raise ValueError(f"row {row}: expected a chain, got a draft that branches (use a rule for trees)")
     drawn = [draft.probs for draft in drafts if len(draft)]
     masses = sum(probs is None for probs in drawn)
     if 0 < masses < len(drawn):
-        raise ValueError("a batch has drafts with and without probabilities: all its drafts must come from one drafter")
+        raise ValueError(
+            f"expected all drafts with probabilities or all without, got {masses} of {len(drawn)} without (use one "
+            "drafter for the whole batch)"
+        )
     p = _pad(target_probs)
     q = p.new_zeros(len(drafts), 0, p.shape[-1]) if not drawn else None
     if drawn and not masses:
@@ -91,7 +94,7 @@ class ChainVerifier:
         rng: Rng,
         states: Sequence[object] = (),  # noqa: ARG002 - these rules have no state
     ) -> list[Verdict]:
-        """Verdicts of all chains in one call of the rule, which does the round's only copy to the host."""
+        """Verdicts of all chains, by one call of the rule; this makes the round's only copy to the host."""
         tokens, q, p, lengths = pad_chains(drafts, target_probs)
         found = self._rule(tokens, q, p, rng=rng, lengths=lengths, validate=False)
         host = torch.cat([found.accepted.unsqueeze(-1), found.token.unsqueeze(-1), tokens], -1).tolist()
@@ -104,34 +107,34 @@ def token_verifier() -> ChainVerifier:
 
 
 def block_verifier() -> ChainVerifier:
-    """Block verification (arXiv 2403.10444, Algorithm 2): never accepts less than token verification in expectation."""
+    """Block verification (arXiv 2403.10444, Algorithm 2): accepts at least as much as token verification on average."""
     return ChainVerifier("block", block_verify)
 
 
 def match_verifier() -> ChainVerifier:
-    """Sample from p and keep the tokens while they equal the draft, as llama.cpp, mlx-lm and exllama do."""
+    """Sample from p, and keep tokens as long as they equal the draft, as llama.cpp, mlx-lm and exllama do."""
     return ChainVerifier("match", match_verify)
 
 
 def gumbel_verifier() -> ChainVerifier:
     """Match verification in which target and draft draw with the same noise, so that they mostly draw the same token.
 
-    The text follows from the seed and the target alone, whatever is drafted (Daliri, Musco, Suresh 2024, arXiv
+    The text depends on the seed and the target alone, whatever is drafted (Daliri, Musco, Suresh 2024, arXiv
     2408.07978).
     """
     return ChainVerifier("gumbel", match_verify, shared_noise=True)
 
 
-# --- lossy rules: every result reports that to the user --------------------------------------------------------------
+# --- lossy rules: every result tells the user ------------------------------------------------------------------------
 
 
 def last_token_verifier() -> ChainVerifier:
-    """SPRINTER's rule: keep every drafted token but the last without a test, verify the last one (arXiv 2502.04557)."""
+    """SPRINTER's rule: keep all drafted tokens but the last unverified, and verify the last (arXiv 2502.04557)."""
     return ChainVerifier("last_token", last_token_verify, lossless=False)
 
 
 def typical_verifier(epsilon: float = 0.09) -> ChainVerifier:
-    """Typical acceptance: keep tokens above epsilon, or plausible under the target otherwise; q is not used."""
+    """Typical acceptance: keep tokens above epsilon, or above less if the target is undecided; q is not used."""
     _in_range("typical", epsilon, 1.0)
     return ChainVerifier(f"typical:{epsilon:g}", partial(typical_verify, epsilon=epsilon), lossless=False)
 

@@ -1,4 +1,4 @@
-"""The verifier for greedy block verification, whose state (the open windows of each request) lasts several rounds."""
+"""The verifier of greedy block verification, whose state (the open windows of each request) spans several rounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from draftproof.verifiers.chain import pad_chains
 
 
 class GreedyBlockVerifier:
-    """Greedy block verification; for drafts of one constant length only.
+    """Greedy block verification, for drafts of one constant length only.
 
     Source: Block Verification, arXiv 2403.10444, appendix C; Block Verification v1, arXiv 2403.10444v1, Algorithm 3.
     """
@@ -43,7 +43,7 @@ class GreedyBlockVerifier:
         tokens, q, p, lengths = pad_chains(drafts, target_probs)
         n = tokens.shape[1]
         if q is None or any(len(draft) != n for draft in drafts):
-            raise ValueError(f"greedy block verification needs drawn chains of one length, not {lengths.tolist()}")
+            raise ValueError(f"greedy_block: expected drawn chains of one length, got lengths {lengths.tolist()}")
         known = [state if isinstance(state, GreedyState) else GreedyState.fresh(1, n, p.device) for state in states]
         state = GreedyState.stack(known)
         target = modified_target(state, p, q, tokens)

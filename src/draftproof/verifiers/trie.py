@@ -20,7 +20,7 @@ from draftproof.tree import ROOT
 
 
 class TrieVerifier:
-    """A Verifier that applies a rule for tries, a function such as `trie_block_on_tries`.
+    """A Verifier that applies a rule for tries, such as `trie_block_on_tries`.
 
     A single chain is a trie with one draw at each node.
     """
@@ -42,7 +42,7 @@ class TrieVerifier:
         rng: Rng,
         states: Sequence[object] = (),  # noqa: ARG002 - these rules have no state
     ) -> list[Verdict]:
-        """Verdicts of all trees together, in one call of the rule."""
+        """Verdicts of all trees, by one call of the rule."""
         tries = Tries.from_trees([draft.tree for draft in drafts], [draft.draws for draft in drafts])
         drawn = [draft.probs for draft in drafts if draft.probs is not None]
         q = torch.cat(drawn) if len(drawn) > 1 else drawn[0] if drawn else None
@@ -58,7 +58,7 @@ def _verdict(draft: Draft, node: int, token: int) -> Verdict:
 
 
 def spectr_verifier() -> TrieVerifier:
-    """SpecTr: draft selection with K-SEQ (arXiv 2310.15141)."""
+    """SpecTr: selection among drafts by K-SEQ (arXiv 2310.15141)."""
     return TrieVerifier("spectr", spectr_on_tries)
 
 
@@ -68,7 +68,7 @@ def multi_round_verifier() -> TrieVerifier:
 
 
 def traversal_verifier() -> TrieVerifier:
-    """Traversal verification: multi-round selection decided from the leaves up (arXiv 2505.12398)."""
+    """Traversal verification: multi-round selection, decided from the leaves up (arXiv 2505.12398)."""
     return TrieVerifier("traversal", traversal_on_tries)
 
 
@@ -80,6 +80,6 @@ def trie_block_verifier() -> TrieVerifier:
 def multi_path_verifier() -> TrieVerifier:
     """Greedy multi-path block verification (arXiv 2602.16961): the best drawn path, verified as one block.
 
-    Rows are those given the number of draws at each node, so chains may stop at any length and trees may branch.
+    The rule conditions on the number of draws at each node, so chains may stop at any length and trees may branch.
     """
     return TrieVerifier("multi_path", multi_path_on_tries)

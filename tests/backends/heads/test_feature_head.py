@@ -301,6 +301,9 @@ def test_tokens_out_of_order_twice_or_outside_are_refused(tmp_path, ids):
 
 def test_names_without_a_head_say_what_is_legal(tmp_path):
     target = fresh()
-    for spec, words in (("feature_head", "needs the directory of one"), (f"feature_head:{tmp_path}/no", "is missing")):
+    for spec, words in (
+        ("feature_head", "needs the directory of a head"),
+        (f"feature_head:{tmp_path}/no", "is missing"),
+    ):
         with pytest.raises(UserError, match=words):
             make_drafter(spec, target=target, draft=None, stopper="fixed:2")

@@ -261,7 +261,7 @@ def test_heads_that_predict_nothing_are_refused_with_that_stopper(tmp_path):
     target = tiny_target()
     for name, more in (("dspark", {"confidence": False}), ("dflash", {})):
         folder = WRITERS[name](tmp_path / name, target, **more)
-        with pytest.raises(UserError, match=r"reads a draft head's own prediction of acceptance, and .* makes none"):
+        with pytest.raises(UserError, match=r"needs a draft head that predicts acceptance, but .* does not"):
             make_drafter(f"{name}:{folder}", target=target, draft=None, stopper="predicted")
     with pytest.raises(UserError, match="stopper predicted: expected 0 < threshold < 1, got 2"):
         make_drafter(f"dspark:{tmp_path / 'dspark'}", target=target, draft=None, stopper="predicted:2")
@@ -377,7 +377,7 @@ def test_an_engine_drafts_with_a_head_that_is_named_as_the_draft_model(tmp_path)
 def test_two_ways_to_name_a_drafter_and_unknown_heads_are_refused(tmp_path):
     folder = DATA / "dspark_vanilla"
     with pytest.raises(
-        UserError, match=r"draft names a head of algorithm dspark, and drafter is 'ngram:4': leave one .* dspark:/"
+        UserError, match=r"draft names a head of algorithm dspark, but drafter is 'ngram:4': leave one .* dspark:/"
     ):
         EngineOptions(draft=str(folder), drafter="ngram:4").of_head()
     other = changed(tmp_path / "head", "dspark_vanilla", speculators_model_type="xpress")

@@ -486,7 +486,7 @@ def test_files_that_are_missing_or_pickled_are_refused(tmp_path):
         with pytest.raises(UserError, match=words):
             make_drafter(spec, target=target, draft=None, stopper="fixed:2")
 
-    refused("eagle3", "expected a head, a directory or a hub id")
+    refused("eagle3", "expected the directory or hub id of a head")
     refused(f"eagle3:{tmp_path}", "config.json is missing")
     refused(f"eagle3:{tmp_path}/none", "no such file or directory")
     folder = changed(tmp_path / "head")

@@ -79,7 +79,7 @@ def test_requests_that_begin_alike_share_nothing_and_long_prompts_are_read_at_on
     engine = Engine(PlainBackend(model), max_batch=3)
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     first = engine.generate([prompt], greedy)[0].token_ids
-    assert len(engine.scheduler.kept) == 0
+    assert len(engine.scheduler.prefix_cache) == 0
     requests = [*engine.add(prompt[:2], greedy)]
     engine.step()
     requests += [*engine.add(prompt, greedy), *engine.add([*prompt, *first[:2]], greedy)]
@@ -129,7 +129,7 @@ def test_a_pass_that_fails_leaves_nothing_behind(monkeypatch):
 def test_drafts_are_refused_when_an_engine_is_made_and_when_they_are_fed():
     made = PlainBackend(rwkv(), name="rwkv", because="it has no cache")
     with pytest.raises(
-        UserError, match=r"drafter ngram:4 drafts, and .* from rwkv \(it has no cache\): use drafter none"
+        UserError, match=r"drafter ngram:4 cannot be used, because .* from rwkv \(it has no cache\): use drafter none"
     ):
         Engine(made, NgramDrafter(4))
     with pytest.raises(ValueError, match="reads no drafts"):

@@ -18,7 +18,7 @@ from draftproof.backends.hf.tensor_parallel import FeedRow, ParallelCache
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.bench.model_cache import ModelCache
-from draftproof.cli._launch import _explained
+from draftproof.cli._launch import _exit_code
 from draftproof.embedded import draft_dir, target_dir
 from draftproof.errors import UserError
 from draftproof.tree import TokenTree
@@ -191,10 +191,10 @@ def test_a_process_that_is_killed_ends_the_others_with_a_message():
 
 
 def test_the_exit_code_is_that_of_process_0_unless_another_one_was_to_blame():
-    assert _explained({0: 2}, 2) == 2
-    assert _explained({0: 1, 1: 1}, 2) == 1
-    assert _explained({0: 1, 1: -signal.SIGTERM}, 2) == 1
+    assert _exit_code({0: 2}, 2) == 2
+    assert _exit_code({0: 1, 1: 1}, 2) == 1
+    assert _exit_code({0: 1, 1: -signal.SIGTERM}, 2) == 1
     with pytest.raises(UserError, match=r"process 1 of 2 .* was ended by SIGKILL"):
-        _explained({0: 1, 1: -signal.SIGKILL}, 2)
+        _exit_code({0: 1, 1: -signal.SIGKILL}, 2)
     with pytest.raises(UserError, match=r"process 1 of 2 .* ended with exit code 1"):
-        _explained({1: 1}, 2)
+        _exit_code({1: 1}, 2)

@@ -91,7 +91,7 @@ def test_checkpoints_in_the_cache_of_the_hub_are_listed(folder):
     assert found["bob/small"].why_not == ""
     assert found["bob/small"].nbytes == round(reads(draft_dir()).of(1))
     shown = CliRunner().invoke(app, ["models", "match", "embedded:target"]).stdout
-    assert f"bob/small  {found['bob/small'].nbytes / 1e9:.2f} GB for a token, 0." in shown
+    assert f"bob/small  {found['bob/small'].nbytes / 1e9:.2f} GB per token, 0." in shown
 
 
 def test_the_target_itself_in_the_cache_of_the_hub_is_left_out(folder):
@@ -169,7 +169,7 @@ def test_a_prediction_layer_of_the_target_is_listed_first(folder, tmp_path):
         others = sum(each.numel() for each in model.parameters()) - model.model.embed_tokens.weight.numel()
         assert whole.of(1) / others == pytest.approx(34 / 32 if where == file else 4, rel=0.02), "without that layer"
     shown = CliRunner().invoke(app, ["models", "match", str(file), "--in", str(folder)]).stdout
-    assert shown.startswith("its own prediction layer (--drafter mtp; auto takes it)  0.00 GB for a token, 0.")
+    assert shown.startswith("its own prediction layer (--drafter mtp; auto uses it)  0.00 GB per token, 0.")
     (row, *_) = json.loads(CliRunner().invoke(app, ["models", "match", str(file), "--json"]).stdout)
     assert (row["name"], row["why_not"]) == ("mtp", "")
     assert row["gain"] > 0
@@ -226,7 +226,7 @@ def test_the_command(folder):
     assert rows[0]["gain"] > 0
     assert {row["share"] for row in rows if "broken" in row["name"]} == {None}
     alone = CliRunner().invoke(app, ["models", "match", "embedded:target"])
-    assert "no other models here" in alone.output
+    assert "no models found" in alone.output
     wrong = CliRunner().invoke(app, ["models", "match", "embedded:target", "--accepted", "1.5"])
     assert wrong.exit_code == 1
     assert "between 0 and 1" in wrong.output

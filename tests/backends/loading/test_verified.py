@@ -263,7 +263,7 @@ def test_too_different_a_tokenizer_is_refused_before_models_are_read(monkeypatch
     first_and_second(copied)
     first_and_second("embedded:stories")
     monkeypatch.setattr(door, "load_backend", None)
-    monkeypatch.setattr(checked.KeptCheck, "backend", None)
+    monkeypatch.setattr(checked.StoredCheck, "backend", None)
     monkeypatch.setattr(tokenization, "LEAST_SHARED", 1.0)
     with pytest.raises(UserError, match="cannot draft for"):
         Engine.load("embedded:stories", copied)

@@ -413,7 +413,7 @@ def test_a_rule_that_remembers_rounds_would_not_be_exact(monkeypatch):
     [
         ("quantized:3", "expected the bits of a weight, quantized:4, quantized:8"),
         ("quantized:4x2x1", "expected the bits of a weight, quantized:4, quantized:8"),
-        ("quantized:four", "expected a row of whole numbers, .* got 'four'"),
+        ("quantized:four", "expected integers separated by x, .* got 'four'"),
         ("quantized:4", r"no native products of torch.float16"),
     ],
 )

@@ -29,8 +29,8 @@ _Step = tuple[Float[Tensor, " vocab"], dict[str, Any]]  # logits, and the argume
 
 
 @dataclass
-class _KeptSequence:
-    """What transformers keeps of a sequence between two steps."""
+class _CachedSequence:
+    """The state of a sequence between two steps of transformers."""
 
     options: dict[str, Any]  # the arguments of the model's next call, with its cache
     length: int  # tokens that were read
@@ -41,7 +41,7 @@ class PlainSession(SlotSession):
 
     def __init__(self, cache: SlotCache) -> None:
         super().__init__(cache)
-        self.kept: _KeptSequence | None = None
+        self.kept: _CachedSequence | None = None
 
     def reach(self, length: int) -> int:  # noqa: ARG002
         """0: nothing of it is of use for another request, which would read everything again."""
@@ -116,7 +116,7 @@ class PlainBackend(SlotBackend):
         ids = torch.tensor([[*(session.tokens if kept else []), *tokens]], device=self.device)
         row, options = self._first(ids) if kept is None else self._next(ids, kept.options)
         session.read(tokens)
-        session.kept = _KeptSequence(options, session.length)
+        session.kept = _CachedSequence(options, session.length)
         self._latest = session
         return row
 

@@ -1,1 +1,1 @@
-"""Models by name: the door through which weights, tokenizers and their checks come."""
+"""Loading of models by name: weights, tokenizers and their checks."""

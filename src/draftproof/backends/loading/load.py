@@ -1,4 +1,4 @@
-"""The door to models by name: `load` gives a model's tokenizer and its backend, and owns all steps between."""
+"""Loading of models by name: `load` returns a model's tokenizer and its backend, and owns all steps between."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from draftproof.backends.loading.options import WEIGHTS, LoadOptions
 from draftproof.backends.loading.packed_checkpoint import read_packed
 from draftproof.backends.loading.stored_backends import rounded
 from draftproof.backends.loading.tokenization import load_tokenizer, read_tokenizer, share_of_text, shared_tokens
-from draftproof.backends.loading.verified import KeptCheck
+from draftproof.backends.loading.verified import StoredCheck
 from draftproof.backends.translation.backend import DraftBackend, over_target
 from draftproof.backends.translation.token_map import TokenMap
 from draftproof.errors import reason
@@ -55,7 +55,7 @@ class LoadedModel:
         self._options = options
         where = models.obtain(name)
         self._tokenizer_source = tokenizer_of(where)
-        self._check = KeptCheck.of(Path(where), options)
+        self._check = StoredCheck.of(Path(where), options)
         self._where = Path(where)
         self._shared: TokenMap | None = None
 
@@ -121,7 +121,7 @@ class LoadedModel:
     def _original_tokenizer(self) -> Any:
         return load_tokenizer(self._tokenizer_source, trust_remote_code=self._options.trust_remote_code)
 
-    def _from_check(self, read: Callable[[KeptCheck], _Read]) -> _Read | None:
+    def _from_check(self, read: Callable[[StoredCheck], _Read]) -> _Read | None:
         """Something that an earlier check left; None where there is none, or it cannot be used."""
         if self._check is None or self._check.row is None:
             return None

@@ -51,15 +51,15 @@ _COLUMNS = 256  # of each row of logits that are kept
 
 
 @dataclass
-class KeptCheck:
-    """What is kept of the check of a model."""
+class StoredCheck:
+    """The stored result of a model's check."""
 
     key: dict[str, Any]  # everything that the check depends on
-    row: dict[str, Any] | None  # what an earlier check found; None where the model must be checked
+    row: dict[str, Any] | None  # the result of an earlier check; None if the model must be checked
 
     @classmethod
-    def of(cls, folder: Path, options: LoadOptions) -> KeptCheck | None:
-        """The check of a model in a directory; None where none can be kept."""
+    def of(cls, folder: Path, options: LoadOptions) -> StoredCheck | None:
+        """The check of a model in a directory; None if it cannot be stored."""
         key = _key(folder, options)
         return None if key is None else cls(key, _row(key))
 

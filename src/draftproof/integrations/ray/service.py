@@ -1,8 +1,9 @@
-"""The server on Ray Serve: replicas of it, and before them an entrance that sends like prompts to the same replica."""
+"""The server on Ray Serve: replicas of it, and before them a gateway that sends like prompts to the same replica."""
 
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
@@ -19,23 +20,23 @@ from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
 from draftproof.server.app import Server, make_app
 from draftproof.server.auth import ApiKeys
-from draftproof.server.entrance import Entrance, IncomingRequest, Lost, answered, refusal, whole
+from draftproof.server.gateway import Gateway, IncomingRequest, ServerLost, app_messages, refusal, whole
 from draftproof.server.logs import start_logging
 from draftproof.server.metrics import together
 from draftproof.server.settings import Settings
 
 _ROUTER = "draftproof.integrations.ray.router.PrefixRouter"
 _REMEMBERED = 4_000_000  # characters of prompts that the router compares with
-_READ_AT_ONCE = 64  # requests beyond those that the replicas take whose bodies an entrance reads
+_READ_AT_ONCE = 64  # requests beyond those that the replicas take whose bodies a gateway reads
 _POLL = 5.0  # seconds that replicas have to show their metrics
-_NAME = b"x-replica"  # header that says which replica has answered
-_ENTRANCE: dict[str, Any] = {
-    "name": "Entrance", "max_surge_percent": 100, "ray_actor_options": {"num_cpus": 0}, "max_ongoing_requests": 1000,
+_NAME = b"x-replica"  # header that says which replica has app_messages
+_GATEWAY: dict[str, Any] = {
+    "name": "Gateway", "max_surge_percent": 100, "ray_actor_options": {"num_cpus": 0}, "max_ongoing_requests": 1000,
 }  # fmt: skip
 
 
 class Replica:
-    """One engine and its server, without a socket: requests come from the entrance."""
+    """One engine and its server, without a socket: requests come from the gateway."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, target: str, draft: str | None, engine: Mapping[str, Any], settings: Settings, keys: ApiKeys
@@ -59,7 +60,7 @@ class Replica:
 
     async def answer(self, asked: IncomingRequest) -> AsyncGenerator[Message]:
         """The messages of ASGI that answer a request; a caller that closes the iterator drops the request."""
-        async with aclosing(answered(self._app, asked, [(_NAME, self._name)])) as messages:
+        async with aclosing(app_messages(self._app, asked, [(_NAME, self._name)])) as messages:
             async for message in messages:
                 yield message
 
@@ -78,7 +79,7 @@ class Front:
         start_logging(as_json=settings.json_logs)
         self._replicas = replicas
         self._answer = replicas.options(stream=True).answer
-        self._entrance = Entrance(
+        self._gateway = Gateway(
             self._passed,
             self._metrics,
             keys=keys,
@@ -91,7 +92,7 @@ class Front:
         """The application that Ray Serve runs here."""
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:  # uvicorn takes a method for ASGI 2
-            await (_live(receive, send) if scope["type"] == "lifespan" else self._entrance(scope, receive, send))
+            await (_live(receive, send) if scope["type"] == "lifespan" else self._gateway(scope, receive, send))
 
         return app
 
@@ -104,7 +105,7 @@ class Front:
         except RayTaskError:
             raise
         except RayError as error:
-            raise Lost("a replica was lost") from error
+            raise ServerLost("a replica was lost") from error
         except (asyncio.CancelledError, GeneratorExit):
             stream.cancel()
             raise
@@ -150,7 +151,7 @@ def _number_of(replicas: int, most: int | None, batch: int) -> dict[str, Any]:
 
 
 def _routed_by_prefix(batch: int) -> RequestRouterConfig:
-    """How an entrance chooses a replica; `batch` more requests than another has outweigh a prompt's beginning."""
+    """How a gateway chooses a replica; `batch` more requests than another has outweigh a prompt's beginning."""
     return RequestRouterConfig(
         request_router_class=_ROUTER,
         request_router_kwargs={
@@ -174,7 +175,8 @@ def deployment(
     cpus: float = 1.0,
     gpus: float = 0.0,
     max_surge_percent: int = 0,
-    entrances: int = 2,
+    gateways: int = 2,
+    entrances: int | None = None,
 ) -> serve.Application:
     """The server as an application of Ray Serve: `serve.run(deployment("smollm2-135m", replicas=2))`.
 
@@ -194,11 +196,15 @@ def deployment(
         gpus: of a replica.
         max_surge_percent: more replicas that a rolling restart may start before it stops old ones, rounded up; they
             need room on the cluster. With 0, one replica is missing meanwhile, and where there is one, requests wait.
-        entrances: processes that take requests and pass them on.
+        gateways: processes that take requests and pass them on.
+        entrances: the old name of `gateways`, for one more version.
 
     Raises:
         UserError: numbers out of range.
     """
+    if entrances is not None:
+        warnings.warn("deployment: entrances is now called gateways", DeprecationWarning, stacklevel=2)
+        gateways = entrances
     settings, options = settings or Settings(), dict(engine or {})
     batch = int(options.get("max_batch", 8))
     shared = {"graceful_shutdown_wait_loop_s": 0.5, "graceful_shutdown_timeout_s": settings.drain_timeout + 5.0}
@@ -212,7 +218,7 @@ def deployment(
         **_number_of(replicas, max_replicas, batch),
         **shared,
     )
-    entrance = serve.deployment(serve.ingress()(Front), num_replicas=entrances, **_ENTRANCE, **shared)
+    gateway = serve.deployment(serve.ingress()(Front), num_replicas=gateways, **_GATEWAY, **shared)
     allowed = ApiKeys(keys)  # their digests: arguments of deployments are kept in Ray's state
     at_once = (max_replicas or replicas) * (batch + settings.max_waiting) + _READ_AT_ONCE
-    return entrance.bind(made.bind(target, draft, options, settings, allowed), settings, allowed, at_once)
+    return gateway.bind(made.bind(target, draft, options, settings, allowed), settings, allowed, at_once)

@@ -82,7 +82,7 @@ def verify_rows(
         p = torch.where(each, _point_masses(p.argmax(-1), p), p)
         q = None if q is None else torch.where(each, _point_masses(tokens, p), q)
     width, found, start = max(counts, default=0), [], 0
-    for part in _portions(len(counts), (width + 1) * p.shape[-1]):
+    for part in _request_ranges(len(counts), (width + 1) * p.shape[-1]):
         size = sum(counts[part])
         rows = slice(start, start + size)
         batch = _Batch(tokens[rows], counts[part], None if q is None else q[rows], p[rows], last[part], width)
@@ -102,7 +102,7 @@ class _Batch(NamedTuple):
     width: int
 
 
-def _portions(requests: int, entries: int) -> Iterator[slice]:
+def _request_ranges(requests: int, entries: int) -> Iterator[slice]:
     """Ranges of requests whose padded rows, of so many entries each, take about 256 MiB at most."""
     size = max(_TOGETHER // entries, 1)
     return (slice(start, min(start + size, requests)) for start in range(0, requests, size))

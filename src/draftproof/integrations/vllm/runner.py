@@ -238,7 +238,7 @@ class NoiseSampler(nn.Module):
         mode, returned = self.original.logprobs_mode, None
         if mode in ("processed_logits", "processed_logprobs"):
             returned = kept if mode == "processed_logits" else kept.log_softmax(-1, dtype=torch.float32)
-        for generator in generators.values():  # vLLM takes one draw back where a prompt is read in portions
+        for generator in generators.values():  # vLLM takes one draw back where a prompt is read in chunks
             torch.rand(1, generator=generator, device=generator.device)
         rng = NoiseRng(*now.noise(last=True), Purpose.VERIFY)
         return rng.categorical(kept.softmax(-1, dtype=torch.float32)), returned

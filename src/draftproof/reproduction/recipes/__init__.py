@@ -1,1 +1,1 @@
-"""One recipe for each table or figure of the papers, scaled to the pairs of models at hand."""
+"""One recipe for each table or figure of the papers, scaled to the available pairs of models."""

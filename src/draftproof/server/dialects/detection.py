@@ -1,4 +1,4 @@
-"""Which dialect a chat template teaches: the one that writes a call as the template renders it in a chat's history."""
+"""Detection of a chat template's tool-call format: the dialect that writes a call as the template renders it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftproof.server.aside import TimeOver, time_limit
+from draftproof.server.background import TimeOver, time_limit
 from draftproof.server.dialects.families import DIALECTS, Call, Dialect
 from draftproof.server.errors import ApiError, endless_template
 
@@ -36,25 +36,25 @@ _TOOL = {
 
 
 @dataclass(frozen=True)
-class Taught:
-    """What a chat template teaches of calls."""
+class DetectedFormat:
+    """The tool-call format of a chat template."""
 
-    dialect: Dialect | None  # that reproduces its rendering of a call; None where none does
-    why: str = ""  # there is none
-    as_text: bool = False  # whether the template takes arguments as JSON text only, and not as objects
+    dialect: Dialect | None  # the dialect that reproduces its rendering of a call; None if there is none
+    why: str = ""  # why there is none
+    as_text: bool = False  # whether the template accepts arguments as JSON text only, and not as objects
     renders: bool = True  # whether the template writes the calls of earlier messages at all
 
 
-_known: weakref.WeakKeyDictionary[Any, dict[str, Taught]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, dict[str, DetectedFormat]] = weakref.WeakKeyDictionary()
 
 
 def format_of(tokenizer: Any, given: str) -> Dialect:
-    """The dialect of a model's calls: the named one, or for "auto" what its chat template teaches, if it does."""
+    """The dialect of a model's calls: the named one, or for "auto" that of its chat template."""
     if not re.search(r"\btools\b", _template(tokenizer)):
         raise ApiError("this model has no chat template that knows tools: leave them out", param="tools")
     if given != "auto":
         return DIALECTS[given]
-    found = taught(tokenizer)
+    found = detect_format(tokenizer)
     if found.dialect is None:
         raise ApiError(
             f"the format of this model's tool calls is unknown, as its chat template {found.why}: start the server "
@@ -64,14 +64,14 @@ def format_of(tokenizer: Any, given: str) -> Dialect:
     return found.dialect
 
 
-def taught(tokenizer: Any) -> Taught:
-    """What a tokenizer's chat template teaches of calls; it is found out once for each template."""
+def detect_format(tokenizer: Any) -> DetectedFormat:
+    """The tool-call format of a tokenizer's chat template, detected once for each template."""
     template = _template(tokenizer)
     known = _known.setdefault(tokenizer, {})
     if template not in known:
         try:
             with time_limit(_SECONDS):
-                known[template] = _found(tokenizer, template)
+                known[template] = _detect(tokenizer, template)
         except TimeOver:
             raise endless_template(_SECONDS, "a call of a tool", "tools") from None
     return known[template]
@@ -85,7 +85,7 @@ def _template(tokenizer: Any) -> str:
         return ""
 
 
-def _found(tokenizer: Any, template: str) -> Taught:
+def _detect(tokenizer: Any, template: str) -> DetectedFormat:
     renderings = [
         (arguments, as_text, _rendered(tokenizer, call_id, arguments, as_text=as_text))
         for arguments in _ARGUMENTS
@@ -96,20 +96,20 @@ def _found(tokenizer: Any, template: str) -> Taught:
         written = {each.name: _same_quotes(each.rendered(Call(_NAME, arguments))) for each in DIALECTS.values()}
         fitting = [name for name, text in written.items() if turn is not None and text in _same_quotes(turn)]
         if fitting:
-            return Taught(DIALECTS[max(fitting, key=lambda name: len(written[name]))], as_text=as_text)
+            return DetectedFormat(DIALECTS[max(fitting, key=lambda name: len(written[name]))], as_text=as_text)
     turns = [(as_text, turn) for _, as_text, turn in renderings if turn is not None]
     if any(_NAME in turn for _, turn in turns):
         text_only = all(as_text for as_text, _ in turns)
-        return Taught(None, "writes them in none of the known ways", as_text=text_only)
+        return DetectedFormat(None, "writes them in none of the known ways", as_text=text_only)
     signs = [each for each in DIALECTS.values() if each.signs and all(sign in template for sign in each.signs)]
-    if signs:  # of several, the one that is told by most
-        return Taught(max(signs, key=lambda each: sum(map(len, each.signs))), renders=False)
+    if signs:  # of several, the one with the most marker text
+        return DetectedFormat(max(signs, key=lambda each: sum(map(len, each.signs))), renders=False)
     why = "leaves the calls of earlier messages out" if turns else "refuses messages with calls"
-    return Taught(None, f"{why} and names no known marker", renders=False)
+    return DetectedFormat(None, f"{why} and names no known marker", renders=False)
 
 
 def _rendered(tokenizer: Any, call_id: str, arguments: Mapping[str, Any], *, as_text: bool) -> str | None:
-    """The turn with a call, as the template renders it; None where it refuses."""
+    """The turn with a call, as the template renders it; None if the template refuses it."""
     function = {"name": _NAME, "arguments": json.dumps(arguments) if as_text else arguments}
     messages = [
         {"role": "user", "content": _ASKED},
@@ -132,10 +132,10 @@ def _same_quotes(text: str) -> str:
 
 
 def fitted(messages: Sequence[dict[str, Any]], tokenizer: Any, given: str) -> list[dict[str, Any]]:
-    """Messages with calls as this model's chat template takes them, or in the content where it leaves them out."""
+    """Messages with calls in the form that this model's chat template accepts, or in the content if it omits calls."""
     if not any("tool_calls" in each for each in messages):
         return [*messages]
-    found = taught(tokenizer)
+    found = detect_format(tokenizer)
     dialect = found.dialect if given == "auto" else DIALECTS[given]
     ids = _Ids("any" if dialect is None else dialect.ids)
     written = None if found.renders else dialect

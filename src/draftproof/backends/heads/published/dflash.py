@@ -45,21 +45,21 @@ _ENTERING, _MULTIPLIER, _CAP = _SCALES = "input_embedding_scale", "output_multip
 _CHANGING = (*_SCALES, "logit_scale", "dspark_draft_topk", "dspark_bonus_anchor")
 
 
-class Sight(NamedTuple):
-    """What the places of a block see."""
+class LayerMask(NamedTuple):
+    """The attention mask of a layer for the places of a block."""
 
     window: int | None  # positions before the block; None for all of them
     causal: bool  # whether a place sees only itself and those before it in the block
 
 
 class _Block(NamedTuple):
-    """What a config says of a head's blocks."""
+    """The layout of a head's blocks, from its config."""
 
     size: int  # places of a block, with that of the last committed token
-    mask: int  # token of the others
-    layers: Any  # of the target, as the config counts them from 0 before the first layer
+    mask: int  # token of the other places
+    layers: Any  # layers of the target, as the config counts them (0 is before the first layer)
     first: int  # the first place whose row is that of a drafted token
-    sights: tuple[Sight, ...]  # of each layer
+    layer_masks: tuple[LayerMask, ...]  # of each layer
 
     @classmethod
     def of(cls, files: HeadFiles, shape: LayerShape, target: SlotBackend, net: type[DFlashNet]) -> _Block:
@@ -81,7 +81,7 @@ class _Block(NamedTuple):
             causal = [window is not None if said is None else bool(said) for window in windows]
         if not isinstance(size, int) or not 2 <= size <= _LONGEST:
             raise files.refused(f"has block_size {size!r}: expected 2 to {_LONGEST}")
-        return cls(size, mask_token_of(files, mask, target), layers, first, tuple(map(Sight, windows, causal)))
+        return cls(size, mask_token_of(files, mask, target), layers, first, tuple(map(LayerMask, windows, causal)))
 
 
 def _refuse_strange(files: HeadFiles, more: Sequence[str]) -> None:
@@ -122,7 +122,7 @@ class DFlashNet:
     def __init__(self, files: HeadFiles, target: SlotBackend) -> None:
         shape = LayerShape.of(files)
         self.block = block = _Block.of(files, shape, target, type(self))
-        shape = replace(shape, windows=tuple(sight.window for sight in block.sights))
+        shape = replace(shape, windows=tuple(layer_mask.window for layer_mask in block.layer_masks))
         self.layers = states_of(files, block.layers, target)
         given = int(files.config.get("target_hidden_size") or shape.size)
         refuse_other_target(files, target, hidden=given, vocab=vocabulary_of(files, shape))
@@ -164,11 +164,11 @@ class DFlashNet:
         block = torch.tensor(inside, dtype=torch.long, device=given.device)
         x = self.embedded(layout.ids.flatten().index_select(0, block))
         masks = {
-            sight: self._decoder[0].attention.masked(layout, self._allowed(layout, sight), given.dtype)
-            for sight in set(self.block.sights)
+            layer_mask: self._decoder[0].attention.masked(layout, self._allowed(layout, layer_mask), given.dtype)
+            for layer_mask in set(self.block.layer_masks)
         }
-        for layer, sight in zip(self._decoder, self.block.sights, strict=True):
-            x = self._layer(layer, given, x, block, at, masks[sight])
+        for layer, layer_mask in zip(self._decoder, self.block.layer_masks, strict=True):
+            x = self._layer(layer, given, x, block, at, masks[layer_mask])
         return self._norm(x)
 
     def embedded(self, ids: Int[Tensor, " blocks"]) -> Float[Tensor, "blocks dim"]:
@@ -183,7 +183,7 @@ class DFlashNet:
         fused = layer.project(given.index_copy(0, block, layer.normed(x)))
         return layer.finish(layer.attention(layer.number, fused, at, mask).index_select(0, block), x)
 
-    def _allowed(self, layout: Layout, sight: Sight) -> Bool[Tensor, "tokens horizon"]:
+    def _allowed(self, layout: Layout, layer_mask: LayerMask) -> Bool[Tensor, "tokens horizon"]:
         """Which slots each place sees; places outside of blocks are not asked, and see the first slot."""
         size, width, plan = self.block.size, layout.width, layout.plan
         slots = torch.arange(plan.horizon, device=layout.device)
@@ -194,9 +194,11 @@ class DFlashNet:
             if not _places(feed):
                 continue
             start, begin = row * width + len(feed.tokens), plan.bases[row] + len(feed.tokens)
-            seen = slots < begin if sight.window is None else (slots < begin) & (slots >= begin - sight.window)
+            seen = (
+                slots < begin if layer_mask.window is None else (slots < begin) & (slots >= begin - layer_mask.window)
+            )
             allowed[start : start + size] = seen
-            allowed[start : start + size, begin : begin + size] = inside.tril() if sight.causal else inside
+            allowed[start : start + size, begin : begin + size] = inside.tril() if layer_mask.causal else inside
         return allowed
 
     def logits(self, states: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens ids"]:
@@ -217,7 +219,7 @@ def _places(feed: Feed) -> range:
 
 
 class DFlashBackend(ParallelHeadBackend):
-    """A DFlash head over the target it was made for, or one of its kin."""
+    """A head of the DFlash family over the target that it was made for."""
 
     def __init__(self, source: str, target: SlotBackend, kind: type[DFlashNet] = DFlashNet) -> None:
         files = read_head(source, kind.algorithm)

@@ -38,7 +38,7 @@ class DFlash2Net(DFlashNet):
             raise files.refused("drafts a part of the vocabulary: dflash2 needs all of it")
         self._convolutions = {
             (part, number): _Convolution(files, f"layers.{number}.{part}_conv.", self.width, self.block.size, target)
-            for number in range(len(self.block.sights))
+            for number in range(len(self.block.layer_masks))
             for part in ("attention", "mlp")
         }
         rank = files.number("selector_rank")

@@ -1,7 +1,7 @@
-"""Work beside the event loop: calls that may take long, or never end, in threads that keep nothing else from going on.
+"""Slow calls in daemon threads beside the event loop, and time limits for Python code.
 
-Whoever waits for such a call may stop waiting. The thread then goes on alone and keeps its place, so that there are
-never more threads than places; a process may end while it runs.
+A caller may stop waiting for such a call. The thread then goes on alone and keeps its place, so there are never more
+threads than places; the process may exit while it runs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 _Made = TypeVar("_Made")
 
 
-class Aside:
-    """Threads for calls that others do not wait for; beyond `most` of them, calls wait for one."""
+class BackgroundCalls:
+    """A pool of at most `most` daemon threads; further calls wait for a free thread."""
 
     def __init__(self, most: int, name: str) -> None:
         self._most = most
@@ -31,11 +31,11 @@ class Aside:
 
     @property
     def busy(self) -> int:
-        """Calls that run or wait."""
+        """Number of calls that run or wait."""
         return self._busy
 
     async def run(self, call: Callable[[], _Made]) -> _Made:
-        """What a call returns or raises; a caller that is cancelled leaves it alone."""
+        """Run a call in a thread, and return or raise what it does; cancelling the caller does not stop the thread."""
         future: Future[_Made] = Future()
         with self._lock:
             self._busy += 1
@@ -71,7 +71,7 @@ class TimeOver(BaseException):
 class _TimeWatch:
     """Raises `TimeOver` in threads whose time is over.
 
-    The lock is one of C, whose `with` cannot be interrupted between taking it and knowing that it is taken.
+    The lock is implemented in C, so `TimeOver` cannot be raised between acquiring it and entering the `with` block.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class _TimeWatch:
         self._thread: threading.Thread | None = None
 
     def begin(self, seconds: float) -> None:
-        """Give the present thread some seconds."""
+        """Start a time limit for the current thread."""
         with self._lock:
             self._ends[threading.get_ident()] = time.monotonic() + seconds
             if self._thread is None:
@@ -90,7 +90,7 @@ class _TimeWatch:
         self._changed.set()
 
     def end(self) -> bool:
-        """The present thread is done; whether it still had time, or else has been told."""
+        """End the time limit of the current thread; returns False if `TimeOver` was already sent to it."""
         with self._lock:
             return self._ends.pop(threading.get_ident(), None) is not None
 
@@ -111,15 +111,15 @@ _watch = _TimeWatch()
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Give the Python code inside some seconds, then raise TimeOver: between calls of libraries, not within one."""
+    """Raise TimeOver in the Python code inside after some seconds; a call into C is not interrupted."""
     _watch.begin(seconds)
     try:
         yield
     finally:
         if not _watch.end():
-            _raise_in(threading.get_ident(), None)  # it may have ended before it was told
+            _raise_in(threading.get_ident(), None)  # the block may have ended before the exception was raised
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise an exception in a thread, between two of its instructions; None takes back one that was not raised yet."""
+    """Raise an exception in a thread, between two bytecode instructions; None cancels one that was not raised yet."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error and ctypes.py_object(error))

@@ -1,6 +1,6 @@
-"""What stands before servers in other processes: checks keys, reads requests, and passes each on to one of them.
+"""The gateway in front of servers in other processes: checks keys, reads requests, and forwards each to one of them.
 
-Nothing here knows how the others are reached: `draftproof.integrations.ray` says so for Ray Serve.
+How a server is reached is left to the caller: `draftproof.integrations.ray` does it for Ray Serve.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _TRIES = 2  # servers that a request is sent to at most, where the first ends be
 _COMPILED = ("structured_outputs", "response_format", "output_config", "tools")
 _SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server")
 _GOES, _ENDS = "goes to another one", "is not sent to another one"
-_AHEAD = 16  # messages that an application may be ahead of who reads its answer
+_AHEAD = 16  # messages that an application may send before the client has read them
 _log = logging.getLogger(__name__)
 
 
-class Lost(Exception):  # noqa: N818 - what became of a server, not a mistake of this one
+class ServerLost(Exception):  # noqa: N818 - what became of a server, not a mistake of this one
     """A server ended before it answered."""
 
 
@@ -42,7 +42,7 @@ class IncomingRequest:
     body: bytes
 
 
-class Entrance:
+class Gateway:
     """An ASGI application that passes requests on, with the limits that a server has for reading them.
 
     A request whose server ends before it answers is sent to one more, because another request may have been the reason.
@@ -50,8 +50,8 @@ class Entrance:
     ended one server would end the next.
 
     Args:
-        passed: from a request to the messages of its answer; raises `Lost`.
-        shown: the messages that answer a request for metrics.
+        forward: from a request to the messages of its answer; raises `ServerLost`.
+        metrics: the messages that answer a request for metrics.
         keys: as the other limits, see `Access`.
         max_body: bytes of a body that are read.
         at_once: requests with a body that are in work.
@@ -60,16 +60,16 @@ class Entrance:
 
     def __init__(
         self,
-        passed: Callable[[IncomingRequest], AsyncGenerator[Message]],
-        shown: Callable[[IncomingRequest], Awaitable[Sequence[Message]]],
+        forward: Callable[[IncomingRequest], AsyncGenerator[Message]],
+        metrics: Callable[[IncomingRequest], Awaitable[Sequence[Message]]],
         *,
         keys: Sequence[str] | ApiKeys,
         max_body: int,
         at_once: int,
         read_timeout: float,
     ) -> None:
-        self._passed = passed
-        self._shown = shown
+        self._forward = forward
+        self._metrics = metrics
         self._max_body = max_body
         self._app = Access(self._run, ApiKeys.of(keys), max_body=max_body, at_once=at_once, seconds=read_timeout)
 
@@ -83,14 +83,14 @@ class Entrance:
         except ApiError as error:
             await error_answer(error, scope)(scope, receive, send)
             return
-        prompt, repeats = _understood(body)
+        prompt, repeats = _routing_prompt(body)
         # The server behind notes the request under the same id.
         name = scope["state"]["facts"]["request_id"].encode()
         headers = [(key, value) for key, value in scope["headers"] if key != b"x-request-id"]
         sent = {key: scope[key] for key in _SCOPE if key in scope} | {"headers": [*headers, (b"x-request-id", name)]}
         asked = IncomingRequest(prompt or str(scope["path"]), sent, body)
         if (scope["method"], scope["path"]) == ("GET", "/metrics"):
-            for message in await self._shown(asked):
+            for message in await self._metrics(asked):
                 await send(message)
             return
         for left in reversed(range(_TRIES if repeats else 1)):
@@ -103,18 +103,18 @@ class Entrance:
         """Answer by one server; False where it was lost before it began to."""
         begun = False
         try:
-            async with aclosing(self._passed(asked)) as messages:
+            async with aclosing(self._forward(asked)) as messages:
                 async for message in messages:
                     begun = True
                     await send(message)
-        except Lost:
+        except ServerLost:
             if begun:
                 raise
             return False
         return True
 
 
-def _understood(body: bytes) -> tuple[str, bool]:
+def _routing_prompt(body: bytes) -> tuple[str, bool]:
     """What a body asks, as text for a router, and whether it may be sent twice; the server itself checks it."""
     if not body:
         return "", True
@@ -131,7 +131,7 @@ def _understood(body: bytes) -> tuple[str, bool]:
     return prompt if isinstance(prompt, str) else json.dumps(prompt), repeats
 
 
-async def answered(
+async def app_messages(
     app: ASGIApp, asked: IncomingRequest, headers: Sequence[tuple[bytes, bytes]]
 ) -> AsyncGenerator[Message]:
     """The messages of an application that answer a request, made only a little ahead of who reads them.

@@ -1,4 +1,4 @@
-"""The entrance before servers in other processes: keys and limits first, and no request ends all servers."""
+"""The gateway before servers in other processes: keys and limits first, and no request ends all servers."""
 
 import asyncio
 import json
@@ -11,14 +11,14 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
 
 from draftproof.server.auth import ApiKeys
-from draftproof.server.entrance import Entrance, IncomingRequest, Lost, answered
+from draftproof.server.gateway import Gateway, IncomingRequest, ServerLost, app_messages
 
 KEY = "a key of this test"
 ALLOWED = {"Authorization": f"Bearer {KEY}"}
 
 
 class Servers:
-    """Servers behind an entrance: the first ones are lost, the next answers."""
+    """Servers behind a gateway: the first ones are lost, the next answers."""
 
     def __init__(self, lost=0, *, begins=False):
         self.asked, self._lost, self._begins = [], lost, begins
@@ -29,7 +29,7 @@ class Servers:
         if len(self.asked) <= self._lost:
             if self._begins:
                 yield start
-            raise Lost("a server was lost")
+            raise ServerLost("a server was lost")
         yield start
         yield {"type": "http.response.body", "body": b"fine"}
 
@@ -38,9 +38,9 @@ class Servers:
         return [message async for message in Servers().passed(asked)]
 
 
-def entrance(servers, keys=(), **limits):
+def gateway(servers, keys=(), **limits):
     given = {"max_body": 1000, "at_once": 4, "read_timeout": 5.0, **limits}
-    return Entrance(servers.passed, servers.shown, keys=keys, **given)
+    return Gateway(servers.passed, servers.shown, keys=keys, **given)
 
 
 def post(app, body, *, path="/v1/completions", headers=None, **more):
@@ -66,14 +66,14 @@ def get(app, path, headers=None):
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_request_whose_server_is_lost_is_answered_by_another(lost):
     servers = Servers(lost)
-    answer = post(entrance(servers), {"prompt": "Once"})
+    answer = post(gateway(servers), {"prompt": "Once"})
     assert (answer.status_code, answer.text) == (200, "fine")
     assert len(servers.asked) == lost + 1
 
 
 def test_a_request_that_ends_servers_ends_two_at_most():
     servers = Servers(lost=9)
-    answer = post(entrance(servers), {"prompt": "Once"})
+    answer = post(gateway(servers), {"prompt": "Once"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
     assert len(servers.asked) == 2
 
@@ -93,20 +93,20 @@ def test_a_request_that_ends_servers_ends_two_at_most():
 )
 def test_a_request_with_a_grammar_or_of_no_known_form_ends_one(more):
     servers = Servers(lost=9)
-    answer = post(entrance(servers), {"prompt": "Once", **more} if isinstance(more, dict) else more)
+    answer = post(gateway(servers), {"prompt": "Once", **more} if isinstance(more, dict) else more)
     assert answer.status_code == 503
     assert len(servers.asked) == 1
 
 
 def test_an_answer_that_has_begun_is_not_begun_again():
     servers = Servers(lost=9, begins=True)
-    with pytest.raises(Lost):
-        post(entrance(servers), {"prompt": "Once"})
+    with pytest.raises(ServerLost):
+        post(gateway(servers), {"prompt": "Once"})
     assert len(servers.asked) == 1
 
 
 def test_errors_are_in_the_words_of_a_path():
-    app = entrance(Servers(lost=9), keys=[KEY])
+    app = gateway(Servers(lost=9), keys=[KEY])
     for body, headers, status, kind in (
         ({}, None, 401, "authentication_error"),
         ({}, {"x-api-key": KEY}, 503, "overloaded_error"),
@@ -135,7 +135,7 @@ def test_a_key_is_checked_before_a_body_is_read():
     async def send(message):
         sent.append(message)
 
-    asyncio.run(entrance(servers, [KEY])(scope(), receive, send))
+    asyncio.run(gateway(servers, [KEY])(scope(), receive, send))
     assert sent[0]["status"] == 401
     assert servers.asked == []
 
@@ -143,19 +143,19 @@ def test_a_key_is_checked_before_a_body_is_read():
 @pytest.mark.parametrize("path", ["/metrics", "/v1/models"])
 def test_pages_need_a_key_as_on_the_server(path):
     servers = Servers()
-    assert get(entrance(servers, [KEY]), path).status_code == 401
+    assert get(gateway(servers, [KEY]), path).status_code == 401
     assert servers.asked == []
-    assert get(entrance(servers, [KEY]), path, ALLOWED).text == "fine"
-    assert get(entrance(servers, [KEY]), "/health").text == "fine"
+    assert get(gateway(servers, [KEY]), path, ALLOWED).text == "fine"
+    assert get(gateway(servers, [KEY]), "/health").text == "fine"
 
 
 def test_keys_travel_as_digests():
     keys = pickle.loads(pickle.dumps(ApiKeys([KEY])))  # noqa: S301 - made here
     assert KEY.encode() not in pickle.dumps(keys)
     servers = Servers()
-    assert post(entrance(servers, keys), {"prompt": "a"}, headers=ALLOWED).text == "fine"
+    assert post(gateway(servers, keys), {"prompt": "a"}, headers=ALLOWED).text == "fine"
     assert (
-        post(entrance(servers, keys), {"prompt": "a"}, headers={"Authorization": "Bearer another key"}).status_code
+        post(gateway(servers, keys), {"prompt": "a"}, headers={"Authorization": "Bearer another key"}).status_code
         == 401
     )
 
@@ -169,7 +169,7 @@ def test_a_body_that_does_not_come_is_given_up():
     async def send(message):
         sent.append(message)
 
-    asyncio.run(asyncio.wait_for(entrance(servers, read_timeout=0.1)(scope(), receive, send), 10))
+    asyncio.run(asyncio.wait_for(gateway(servers, read_timeout=0.1)(scope(), receive, send), 10))
     assert sent[0]["status"] == 408
     assert servers.asked == []
 
@@ -183,7 +183,7 @@ def test_a_client_that_leaves_is_passed_on_to_nobody():
     async def send(_):
         return
 
-    asyncio.run(entrance(servers)(scope(), receive, send))
+    asyncio.run(gateway(servers)(scope(), receive, send))
     assert servers.asked == []
 
 
@@ -199,7 +199,7 @@ def test_a_body_that_is_too_long_is_refused_while_it_is_read(declared):
 
     async def send():
         async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(entrance(servers)), base_url="http://server"
+            transport=httpx.ASGITransport(gateway(servers)), base_url="http://server"
         ) as client:
             return await client.post("/v1/completions", content=body)
 
@@ -209,22 +209,22 @@ def test_a_body_that_is_too_long_is_refused_while_it_is_read(declared):
 
 def test_more_requests_than_can_be_held_are_refused():
     servers = Servers()
-    answer = post(entrance(servers, at_once=0), {"prompt": "a"})
+    answer = post(gateway(servers, at_once=0), {"prompt": "a"})
     assert answer.status_code == 429
     assert servers.asked == []
 
 
 def test_what_is_passed_on():
     servers = Servers()
-    post(entrance(servers), {"messages": [{"content": "a"}, {"content": "b"}]}, headers={"x-request-id": "mine"})
-    post(entrance(servers), {"prompt": ["a", "b"]})
-    get(entrance(servers), "/v1/models")
+    post(gateway(servers), {"messages": [{"content": "a"}, {"content": "b"}]}, headers={"x-request-id": "mine"})
+    post(gateway(servers), {"prompt": ["a", "b"]})
+    get(gateway(servers), "/v1/models")
     first, second, third = servers.asked
     assert (first.prompt, second.prompt, third.prompt) == ("a\nb", '["a", "b"]', "/v1/models")
     assert json.loads(first.body)["messages"][0] == {"content": "a"}
     assert [value for name, value in first.scope["headers"] if name == b"x-request-id"] == [b"mine"]
     (given,) = [value for name, value in second.scope["headers"] if name == b"x-request-id"]
-    assert len(given) == 32, "the server's log has the id of the entrance's"
+    assert len(given) == 32, "the server's log has the id of the gateway's"
     assert pickle.loads(pickle.dumps(first)) == first  # noqa: S301 - made here
 
 
@@ -246,7 +246,7 @@ def test_an_application_is_only_a_little_ahead_of_its_reader():
         await anyio.sleep(60)
 
     async def read():
-        messages = answered(app, IncomingRequest("", scope(), b"asked"), [(b"x-replica", b"r")])
+        messages = app_messages(app, IncomingRequest("", scope(), b"asked"), [(b"x-replica", b"r")])
         first = await anext(messages)
         await asyncio.sleep(1.0)
         await messages.aclose()
@@ -272,7 +272,7 @@ def test_a_reader_that_leaves_ends_the_application_and_its_errors_are_raised():
         raise ZeroDivisionError
 
     async def read(app):
-        messages = answered(app, IncomingRequest("", scope(), b""), [])
+        messages = app_messages(app, IncomingRequest("", scope(), b""), [])
         try:
             await anext(messages)
         finally:
