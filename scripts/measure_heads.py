@@ -24,7 +24,9 @@ import torch
 import transformers
 from measure_snapshots import RATES, Oracle, Run, run
 
+from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.in_memory import backend_in_memory
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.draft import Draft
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.drafters.ngram import with_probabilities
@@ -163,7 +165,9 @@ def main() -> None:
             if "mtp" in heads:
                 own = {key: each.bfloat16() for key, each in qwen_mtp.tensors_of(model.config).items()}
                 qwen_mtp.written_with(Path(place), model, own)
-            target = backend_in_memory(model, name=place if "mtp" in heads else name)
+                target = load_backend(place, LoadOptions(dtype="bfloat16"))
+            else:
+                target = backend_in_memory(model, name=name)
             found = measure(name, target, heads, options)
         figures[name] = found
         plain = median(ms for kind in found.values() for each in kind.values() for ms in each["plain_ms"])
