@@ -139,8 +139,8 @@ def test_every_field_is_an_option_with_its_default_and_help(field):
 def test_help_is_the_docstrings():
     texts = field_help(SamplingParams)
     assert texts["seed"].startswith("Seed of this request's random draws;")
-    assert texts["temperature"].startswith("0 puts all mass")
-    assert "0 puts all mass" in " ".join(run("generate", "--help").stdout.replace("│", " ").split())
+    assert texts["temperature"].startswith("0 is greedy: all mass")
+    assert "0 is greedy: all mass" in " ".join(run("generate", "--help").stdout.replace("│", " ").split())
     assert [parameter.name for parameter in SAMPLING.parameters().values()] == list(texts)
 
 
