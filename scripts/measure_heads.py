@@ -165,7 +165,7 @@ def main() -> None:
             if "mtp" in heads:
                 own = {key: each.bfloat16() for key, each in qwen_mtp.tensors_of(model.config).items()}
                 qwen_mtp.written_with(Path(place), model, own)
-                target = load_backend(place, LoadOptions(dtype="bfloat16"))
+                target: Any = load_backend(place, LoadOptions(dtype="bfloat16"))
             else:
                 target = backend_in_memory(model, name=name)
             found = measure(name, target, heads, options)

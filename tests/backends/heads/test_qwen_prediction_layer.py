@@ -16,6 +16,8 @@ from draftproof.backends.hf.generate import PlainBackend
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.options import LoadOptions
+from draftproof.backends.products import packed_linear
+from draftproof.backends.products.packed_linear import RescoredProduct
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.tree import TokenTree
 from support.architectures.tiny import tiny_config, tiny_model
@@ -222,6 +224,24 @@ def test_exact_output_distribution(tmp_path):
 
     # The delta rule works in float32 in every dtype: 1.3e-7 apart, and 1e-16 if it is made to work in float64.
     assert_output_distribution(target, drafter, "block", length=3, tolerance=3e-7)
+
+
+def test_a_large_output_layer_is_rounded_for_drafts(tmp_path, monkeypatch):
+    """Other drafts' probabilities, the same likeliest tokens and text, and a target that stays whole."""
+    target, made = target_of(written(tmp_path, "qwen3_5_text")), []
+    for outputs in (packed_linear.ROUGH_OUTPUTS, 50):
+        monkeypatch.setattr(packed_linear, "ROUGH_OUTPUTS", outputs)
+        monkeypatch.setattr(packed_linear, "ROUGH_SHARE", 3)
+        drafter = make_drafter("mtp", target=target, draft=None, stopper="fixed:3")
+        net = drafter.model.backend.net
+        assert isinstance(net, HybridMtpNet)
+        (out,) = Engine(target, drafter).generate([TOKENS[:7]], GREEDY)
+        made.append((net.logits(target.embed(torch.tensor(TOKENS))), out.token_ids, out.stats.num_draft_tokens))
+    (whole, *texts), (rough, *again) = made
+    assert texts == again
+    assert torch.equal(whole.argmax(-1), rough.argmax(-1))
+    assert 0.01 < largest(rough, whole) < 0.6
+    assert not isinstance(target.lean.head, RescoredProduct)
 
 
 # --- heads in the layout of speculators ------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
 from draftproof.backends.heads.published.rounding import rounded_head
 from draftproof.backends.hf.backend import HFBackend
-from draftproof.backends.products.packed_linear import PackedLinear
+from draftproof.backends.products import packed_linear
+from draftproof.backends.products.packed_linear import PackedLinear, RescoredProduct
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.native.tensors import Quantized
 from support.helpers import assert_output_distribution, tiny_llama
@@ -96,3 +97,39 @@ def test_what_was_rounded_ends_with_the_head(tmp_path):
     ]
     assert torch.equal(rows[0], rows[2])
     assert not torch.equal(rows[0], rows[1])
+
+
+def make_large(monkeypatch):
+    """Vocabularies of three tokens are large ones; one of three outputs is whole."""
+    monkeypatch.setattr(packed_linear, "ROUGH_OUTPUTS", 3)
+    monkeypatch.setattr(packed_linear, "ROUGH_SHARE", 3)
+
+
+def test_a_large_output_layer_of_the_target_is_rounded_for_its_head(tmp_path, monkeypatch):
+    """Other probabilities, the same likeliest tokens, and a target that stays as it is."""
+    target = tiny_target()
+    folder = WRITERS["eagle"](tmp_path / "head", target)
+    rows, texts = [], []
+    for large in (False, True):
+        if large:
+            make_large(monkeypatch)
+        drafter = make_drafter(f"eagle:{folder}", target=target, draft=None, stopper="fixed:3")
+        assert isinstance(drafter.model.backend.net.logits, RescoredProduct) is large
+        rows.append(drafter.model.backend.net.logits(target.embed(torch.tensor(IDS)).float()))
+        (out,) = Engine(target, drafter).generate([IDS[:5]], SamplingParams(max_tokens=20, temperature=0))
+        texts.append(out.token_ids)
+    assert torch.equal(rows[0].argmax(-1), rows[1].argmax(-1))
+    assert 0.01 < float((rows[1] - rows[0]).norm() / rows[0].norm()) < 0.6
+    assert texts[0] == texts[1]
+
+
+def test_exact_output_distribution_with_a_rounded_output_layer_of_the_target(tmp_path, monkeypatch):
+    make_large(monkeypatch)
+    target = HFBackend(tiny_llama().model.float(), name="tiny")
+    folder = WRITERS["eagle"](tmp_path / "head", target)
+
+    def drafter():
+        return make_drafter(f"eagle:{folder}", target=target, draft=None, stopper="fixed:2")
+
+    assert isinstance(drafter().model.backend.net.logits, RescoredProduct)
+    assert_output_distribution(target, drafter, "block", length=3, tolerance=1e-5)

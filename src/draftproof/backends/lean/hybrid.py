@@ -7,6 +7,7 @@ another size in each kind of layer, layers may read keys and values of earlier o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
@@ -285,6 +286,12 @@ class HybridLean(Lean):
         if len({each.heads for each in self.layers}) > 1:
             raise UnreadError("its attention differs from layer to layer")
         return self._layer(layer, number, number, self._heads)
+
+    def for_drafts(self) -> HybridLean:
+        """The same with the output layer that a head drafts with (`PackedLinear.for_drafts`)."""
+        made = copy.copy(self)
+        made.head = self.head.for_drafts()
+        return made
 
     @property
     @override

@@ -32,6 +32,7 @@ RESCORED = 64  # largest outputs of a quantized output layer that are computed a
 MORE_RESCORED = 256  # the same where whole rows lie in one piece, so that reading them costs little
 ROUGH_OUTPUTS = 100_000  # from so many outputs on, an output layer has ROUGH_BITS where rows lie in one piece
 ROUGH_BITS, ROUGH_GROUP = 2, 64
+DRAFTED_BITS = 4  # of a target's output layer that a head drafts with, if it is that large and rows lie apart
 ROUGH_SHARE = 128  # one of so many outputs is computed again then
 GROUP = 32  # inputs that share a scale in a quantized weight
 REORDERED = "reordered"  # layout of a native product whose inputs change their order first, which C code does not do
@@ -160,6 +161,14 @@ class PackedLinear:
             whole, count = table, len(table) // ROUGH_SHARE
         return RescoredProduct(rough, whole, self.bias, count)
 
+    def for_drafts(self, table: Float[Tensor, "out in"] | None = None) -> PackedLinear:
+        """A target's output layer as a head drafts with it: rounded if it is large, as reading it is most of a draft.
+
+        The largest outputs are whole, so greedy drafts are nearly always the same. `table` as of `quantized_output`.
+        """
+        large = isinstance(self.weight, Interleaved) and self.weight.outs >= ROUGH_OUTPUTS
+        return self.quantized_output(DRAFTED_BITS, table) if large else self
+
     @property
     def packed(self) -> bool:
         """Whether the weight has a layout for the CPU."""
@@ -221,6 +230,11 @@ class PlainProduct(PackedLinear):
         """The weight itself."""
         weight: Tensor = self.weight.weight
         return weight
+
+    @override
+    def for_drafts(self, table: Float[Tensor, "out in"] | None = None) -> PackedLinear:
+        rows = self.dense()
+        return self if len(rows) < ROUGH_OUTPUTS else PackedLinear(rows, self.bias).for_drafts(rows)
 
 
 class RescoredProduct(PackedLinear):

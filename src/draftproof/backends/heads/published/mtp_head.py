@@ -17,6 +17,7 @@ from draftproof.backends.heads.published.files import HeadFiles, cast, places_of
 from draftproof.backends.heads.published.layers import LayerShape, make_layer, make_norm, passes_of
 from draftproof.backends.heads.published.mtp import checked_layers
 from draftproof.backends.heads.published.net import PublishedNet
+from draftproof.backends.heads.published.rounding import drafting_output
 from draftproof.backends.heads.published.steps import StepsBackend
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.attention import Pass
@@ -45,7 +46,7 @@ class MtpHeadNet(PublishedNet):
         self._layer = make_layer(files, shape, _AT, 0, target)
         self._norm = make_norm(files, shape, f"{_AT}final_layernorm", target)
         self._passes = passes_of(shape, [self._layer], target)
-        self.logits = PackedLinear(target.output_rows(torch.arange(target.vocab_size, device=target.device)))
+        self.logits = drafting_output(target.output_rows(torch.arange(target.vocab_size, device=target.device)))
         files.ignore("verifier_lm_head.weight", "embed_tokens.weight", "lm_head.weight")
 
     def _run(self, x: Flat, embedded: Flat, at: Pass, masks: dict[str, Any]) -> Flat:

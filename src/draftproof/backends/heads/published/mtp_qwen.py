@@ -66,7 +66,7 @@ class HybridMtpNet(LayeredNet):
         layer = lean.layer_like(outer.mtp_block, 0)
         self.width = layer.size
         self.embed = lean.embed
-        self.logits = lean.logits
+        self.logits = lean.for_drafts().logits
         norms = (outer.enorm, outer.hnorm, outer.post_norm)
         self._embedded, self._given, self._norm = (Norm(each, offset=lean.traits.offset) for each in norms)
         self._project = whole_product(outer.eh_proj)

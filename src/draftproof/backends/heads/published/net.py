@@ -17,7 +17,7 @@ from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.base import HeadBackend, LayeredNet
 from draftproof.backends.heads.published.files import HeadFiles, cast, drafted_ids, read_head
 from draftproof.backends.heads.published.layers import LayerShape
-from draftproof.backends.heads.published.rounding import rounded_product
+from draftproof.backends.heads.published.rounding import drafting_output, rounded_product
 from draftproof.backends.lean.layers import Embedding
 from draftproof.backends.products.packed_linear import PackedLinear
 from draftproof.errors import UserError
@@ -102,7 +102,7 @@ def output_of(files: HeadFiles, shape: LayerShape, target: SlotBackend) -> Draft
         if shape.size != target.capabilities.hidden:
             raise files.refused("has no lm_head.weight, and the target's has another width")
         rows = target.output_rows(torch.arange(vocab, device=target.device) if ids is None else ids)
-        return DraftVocabulary(ids, order, rounded_product(PackedLinear(rows), output=True))
+        return DraftVocabulary(ids, order, drafting_output(rows))
     weight = cast(own, target)
     return DraftVocabulary(
         ids, order, rounded_product(PackedLinear(weight if order is None else weight[order]), output=True)

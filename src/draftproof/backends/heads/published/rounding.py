@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from jaxtyping import Float
+from torch import Tensor
+
 from draftproof.backends.lean.layers import Layer
 from draftproof.backends.products.packed_linear import PackedLinear
 from draftproof.errors import UserError
@@ -57,6 +60,15 @@ def rounded_product(product: PackedLinear, *, output: bool = False) -> PackedLin
         return product
     rounding.require(product)
     return product.quantized_output(rounding.bits) if output else product.quantized(rounding.bits)
+
+
+def drafting_output(rows: Float[Tensor, "out in"]) -> PackedLinear:
+    """The output layer of a head that has none: rows of the target's, with the bits that were asked for.
+
+    Where nothing was asked for, a large one has few bits on a CPU (`PackedLinear.for_drafts`).
+    """
+    whole = PackedLinear(rows)
+    return whole.for_drafts(rows) if _ROUNDING.get() is None else rounded_product(whole, output=True)
 
 
 def rounded_layer(layer: Layer) -> Layer:
