@@ -27,7 +27,7 @@ typedef struct {
   void *mask, *out;
   float *scratch, *sinks;
   number rows, tokens, heads, key_heads, dim, capacity, horizon, angles, columns, scratch_size, copied, held, outcomes,
-      divided;
+      divided, own;
   float scale, cap;
 } attention;
 
@@ -99,6 +99,7 @@ static void attend(int kind, const char *name, void *(*draw)(number), number siz
       .held = held,
       .outcomes = outcomes,
       .divided = threads > 1,
+      .own = KEY_HEADS,
       .scale = 0.125f,
   };
   void (*function)(attention *, number);

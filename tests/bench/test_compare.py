@@ -57,7 +57,7 @@ def test_without_drafts_there_is_no_verdict_whatever_the_timings_say():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "words"), [("float32", "should not be"), ("bfloat16", "round differently in bfloat16")]
+    ("dtype", "words"), [("float32", "should not happen"), ("bfloat16", "round differently in bfloat16")]
 )
 def test_different_greedy_tokens_are_reported(dtype, words):
     lines = comparison(made_up(1.0, 1.0, identical=False, dtype=dtype))
