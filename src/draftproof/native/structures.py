@@ -356,14 +356,10 @@ class LayerStack:
         self.which = (ctypes.c_int64 * len(layers))(*which)
         self.size = layers[0].size
         self.attentions = 1 + max(which)
-        self.embedded = max(
-            each.embedded_first + each.embedded_size for each in layers
-        )  # numbers of a token that are read
+        self.embedded = max(each.embedded_first + each.embedded_size for each in layers)  # numbers of a token
         self.keeps_states = any(each.mixer for each in layers)
-        # by what they need
-        self._different = list(
-            {(one, each.sizes): (one, each) for one, each in zip(which, self.array, strict=True)}.values()
-        )
+        needs = {(one, each.sizes): (one, each) for one, each in zip(which, self.array, strict=True)}
+        self._different = list(needs.values())  # by what they need
 
     def __len__(self) -> int:
         return len(self.array)

@@ -226,6 +226,19 @@ def test_exact_output_distribution(tmp_path):
     assert_output_distribution(target, drafter, "block", length=3, tolerance=3e-7)
 
 
+def test_exact_output_distribution_with_a_rounded_output_layer(tmp_path, monkeypatch):
+    """Natively, where a vocabulary of three tokens is a large one, and one output is whole."""
+    monkeypatch.setattr(packed_linear, "ROUGH_OUTPUTS", 3)
+    monkeypatch.setattr(packed_linear, "ROUGH_SHARE", 3)
+    target = target_of(written(tmp_path, "qwen3_5_text", vocab=3, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+
+    def drafter():
+        return make_drafter("mtp", target=target, draft=None, stopper="fixed:2")
+
+    assert isinstance(drafter().model.backend.net, HybridMtpNet)
+    assert_output_distribution(target, drafter, "block", length=3, tolerance=1e-5)
+
+
 def test_a_large_output_layer_is_rounded_for_drafts(tmp_path, monkeypatch):
     """Other drafts' probabilities, the same likeliest tokens and text, and a target that stays whole."""
     target, made = target_of(written(tmp_path, "qwen3_5_text")), []

@@ -15,8 +15,8 @@ from draftproof.backends.lean import inputs
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.native.structures import LinearArguments, Sequences
-from draftproof.tree import TokenTree
 from support.architectures.check import disturbed
+from support.chain_rows import assert_same_bits, off, read
 from support.gguf_modules import module_model
 from support.helpers import engine
 from support.native_levels import needs_native
@@ -43,19 +43,6 @@ def backend(name, dtype=torch.float32):
         return LeanSnapshotBackend(model(name, dtype), name=name)
 
 
-def chain(tokens):
-    return TokenTree.chain(torch.tensor(tokens)) if tokens else None
-
-
-def read(target, session, tokens, drafts=()):
-    """Logits after the last token and after each draft."""
-    return target.forward([Feed(session, tokens, chain(list(drafts)))])[0].logits
-
-
-def off(found, expected):
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
-
-
 @pytest.mark.parametrize("name", READ)
 def test_logits_are_those_of_transformers(name):
     with torch.inference_mode():
@@ -68,16 +55,7 @@ def test_logits_are_those_of_transformers(name):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", READ)
 def test_a_chain_has_the_same_bits_however_it_is_read(name, dtype):
-    target = backend(name, dtype)
-    whole = read(target, target.open(), IDS[:1], IDS[1:])
-    session = target.open()
-    assert torch.equal(torch.cat([read(target, session, [token]) for token in IDS]), whole), "one by one"
-    sessions, cuts = [target.open() for _ in range(4)], (0, 1, 4, 9)
-    for session, cut in zip(sessions[1:], cuts[1:], strict=True):
-        read(target, session, IDS[:cut])
-    feeds = [Feed(each, IDS[cut : cut + 1], chain(IDS[cut + 1 :])) for each, cut in zip(sessions, cuts, strict=True)]
-    for cut, output in zip(cuts, target.forward(feeds), strict=True):
-        assert torch.equal(output.logits, whole[cut:]), "beside others, of other lengths"
+    assert_same_bits(backend(name, dtype), IDS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -20,6 +20,7 @@ from draftproof.backends.loading.stored_backends import StoredLeanBackend, round
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.tree import TokenTree
 from support.architectures.check import disturbed
+from support.chain_rows import assert_same_bits, off, read
 from support.helpers import engine, random_model
 from support.native_levels import needs_native
 
@@ -82,16 +83,6 @@ def backend(name, dtype=torch.float32):
     return LeanModulesBackend(copy.deepcopy(model(name, dtype)), name=name)
 
 
-def read(target, session, tokens, drafts=()):
-    """Logits after the last token and after each draft."""
-    tree = TokenTree.chain(torch.tensor(list(drafts))) if drafts else None
-    return target.forward([Feed(session, tokens, tree)])[0].logits
-
-
-def off(found, expected):
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
-
-
 def own(name, ids=IDS):
     with torch.inference_mode():
         return model(name)(torch.tensor([ids])).logits[0]
@@ -150,16 +141,7 @@ def test_other_layers_have_other_logits(name, part, monkeypatch):
 def test_a_chain_has_the_same_bits_however_it_is_read(name, dtype):
     target = backend(name, dtype)
     assert rounding(target) == ""
-    whole = read(target, target.open(), IDS[:1], IDS[1:])
-    session = target.open()
-    assert torch.equal(torch.cat([read(target, session, [token]) for token in IDS]), whole), "one by one"
-    sessions, cuts = [target.open() for _ in range(4)], (0, 1, 4, 9)
-    for session, cut in zip(sessions[1:], cuts[1:], strict=True):
-        read(target, session, IDS[:cut])
-    chains = [TokenTree.chain(torch.tensor(IDS[cut + 1 :])) for cut in cuts]
-    feeds = [Feed(each, IDS[cut : cut + 1], chain) for each, cut, chain in zip(sessions, cuts, chains, strict=True)]
-    for cut, output in zip(cuts, target.forward(feeds), strict=True):
-        assert torch.equal(output.logits, whole[cut:]), "beside others, of other lengths"
+    assert_same_bits(target, IDS)
 
 
 @pytest.mark.parametrize("name", FAST)
