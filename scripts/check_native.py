@@ -5,6 +5,7 @@
     python scripts/check_native.py emulate           the levels that it does not run
     python scripts/check_native.py emulate x86-64-v4-amx portable    some levels only
     python scripts/check_native.py emulate --out docs/results/emulated    writes the tests of each file, too
+    python scripts/check_native.py mutants           faults in the code, each of which some tests must see
 
 A level that needs only another vendor's processor, or a matrix unit (AMX), is built as it is, with the matrix unit's
 instructions by plain loops. The other levels with AVX-512 are emulated by SIMDe (Debian's libsimde-dev), in a build for
@@ -39,6 +40,7 @@ EMULATED = {
 INCLUDE = f"-I{ROOT / 'scripts' / 'emulate'}"
 SIMDE = Path("/usr/include/simde/x86/avx512.h")
 KINDS = ("sanitize", "emulate")
+MUTANTS = "mutants"
 FILES = (
     "native/test_native.py",
     "native/test_native_recurrent.py",
@@ -57,6 +59,7 @@ FILES = (
 )
 NOT_OF_CODE = {"GenuineIntel", "amx_tile", "amx_bf16", "amx_int8"}  # without these a level's code runs all the same
 LIBRARY, LEVEL, COUNTS = "DRAFTPROOF_CHECK_LIBRARY", "DRAFTPROOF_CHECK_LEVEL", "DRAFTPROOF_CHECK_COUNTS"
+ONLY = "DRAFTPROOF_CHECK_FILES"  # files of tests, if not all
 REMARKS = {
     "neon": "QEMU's Cortex-A57",
     "neon-dotprod": "QEMU's Neoverse N1",
@@ -177,6 +180,7 @@ def run(arguments: list[str]) -> int:
     level = next(level for level in library.LEVELS if level.name == os.environ[LEVEL])
     path = Path(os.environ[LIBRARY])
     here = level.machine in (None, platform.machine())
+    library.choose()  # which also asks the system for tiles
     loaded = ctypes.CDLL(str(path)) if here else EmulatedLibrary(path, PROCESSORS[level.name])
 
     def choose(name: str | None = None) -> list[library.Level]:
@@ -186,8 +190,34 @@ def run(arguments: list[str]) -> int:
 
     library.choose, library.load = choose, functools.cache(lambda _: loaded)
     library.processor = lambda: level.needs  # this one's matrix unit would have bfloat16 left to torch
-    files = [str(ROOT / "tests" / name) for name in FILES]
+    files = [str(ROOT / "tests" / name) for name in os.environ.get(ONLY, " ".join(FILES)).split()]
     return int(pytest.main(["-W", "ignore", "-m", "not builds", *files, *arguments], [Tally(Path(os.environ[COUNTS]))]))
+
+
+def survivors(arguments: list[str]) -> list[str]:
+    """The faults that no test sees, of those whose code this processor runs; compiled without optimization."""
+    from draftproof.native import build as library
+    from support.native_mutants import MUTANTS as EVERY
+
+    level, unseen = library.choose()[0], []
+    chosen = [each for each in EVERY if not each.unit or "amx_tile" in level.needs]
+    for number, mutant in enumerate(chosen, 1):
+        with tempfile.TemporaryDirectory() as folder:
+            source, out = Path(folder) / "c", Path(folder) / "library.so"
+            mutant.write(source)
+            library.compile_library(out, level, extra=("-O0",), source=source)
+            environment = os.environ | {LIBRARY: str(out), LEVEL: level.name, ONLY: mutant.tests}
+            environment[COUNTS] = str(Path(folder) / "counts.json")
+            command = [sys.executable, __file__, "run", "-x", "-q", "--no-header", "--tb=no", *arguments]
+            ended = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+        seen = ended.returncode == 1  # some test failed; anything else says nothing about the fault
+        print(
+            f"{number} of {len(chosen)}, {'seen' if seen else 'NOT SEEN'}: {mutant.name} ({mutant.tests})", flush=True
+        )
+        if not seen:
+            unseen.append(mutant.name)
+            print(ended.stdout[-2000:], ended.stderr[-2000:])
+    return unseen
 
 
 def main() -> int:
@@ -197,6 +227,8 @@ def main() -> int:
     words, rest = given[:end], given[end + 1 :]
     if given[:1] == ["run"]:
         return run(given[1:])
+    if words == [MUTANTS]:
+        return int(bool(survivors(rest)))
     out = None
     if "--out" in words:
         place = words.index("--out")
@@ -210,7 +242,7 @@ def main() -> int:
 
     levels = [level.name for level in library.LEVELS]
     if unknown := set(words) - set(KINDS) - set(levels):
-        sys.exit(f"expected {', '.join((*KINDS, *levels))}, got {', '.join(sorted(unknown))}")
+        sys.exit(f"expected {', '.join((*KINDS, *levels))}, or {MUTANTS} alone, got {', '.join(sorted(unknown))}")
     chosen = builds(
         [each for each in KINDS if each in words] or list(KINDS), [each for each in words if each in levels]
     )

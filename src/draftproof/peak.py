@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 import threading
 from pathlib import Path
@@ -81,6 +82,28 @@ def release_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
+
+
+class FilePages:
+    """Where this process has safetensors mapped, at the moment when this is made (on Linux; elsewhere nowhere)."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[int, int]] = []
+        maps = _PROC / "maps"
+        for line in maps.read_text().splitlines() if maps.exists() else ():
+            span, _, rest = line.partition(" ")
+            if rest.startswith(("r--p", "rw-p")) and rest.endswith(".safetensors"):
+                first, _, end = span.partition("-")
+                self._spans.append((int(first, 16), int(end, 16)))
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Let whole pages go that hold a tensor which nobody reads any more; they would be read from the file again."""
+        first, size = tensor.data_ptr(), tensor.nbytes
+        if not any(start <= first and first + size <= end for start, end in self._spans):
+            return
+        start, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, (first + size) // mmap.PAGESIZE * mmap.PAGESIZE
+        if start < end:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
 class ReleaseTimes:

@@ -269,7 +269,12 @@ def build(level: Level) -> tuple[str, bytes]:
 
 
 def compile_library(
-    out: Path, level: Level, *, extra: tuple[str, ...] = (), compilers: Sequence[list[str]] | None = None
+    out: Path,
+    level: Level,
+    *,
+    extra: tuple[str, ...] = (),
+    compilers: Sequence[list[str]] | None = None,
+    source: Path = SOURCES,
 ) -> None:
     """Compile the library of a level with the first C compiler that can.
 
@@ -282,7 +287,7 @@ def compile_library(
         raise UnavailableError("no C compiler was found (CC, cc, gcc, clang)")
     _log.info("compiling native code for this kind of processor (%s): up to some minutes, once", level.name)
     for compiler in found:
-        sources = map(str, sorted(SOURCES.glob("*.c")))
+        sources = map(str, sorted(source.glob("*.c")))
         command = [*compiler, *_FLAGS, *level.flags, *extra, *sources, "-lm", "-o", str(out)]
         try:
             done = subprocess.run(  # noqa: S603 - the user's own compiler on our own source

@@ -14,7 +14,7 @@ from draftproof.backends.base import Feed
 from draftproof.backends.heads.published.assistant import AssistantBackend, AssistantNet
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
-from draftproof.backends.lean.module_backend import LeanModulesBackend
+from draftproof.backends.lean.module_backend import LeanModulesBackend, packing
 from draftproof.backends.loading.gguf_modules import read_modules
 from draftproof.engine.options import EngineOptions
 from draftproof.engine.registry import make_drafter, make_verifier
@@ -40,7 +40,7 @@ TARGETS = (HFBackend, pytest.param(LeanModulesBackend, marks=[needs_native]))
 def gemma(name, kind=HFBackend):
     """The target of a reference assistant."""
     model = transformers.AutoModelForCausalLM.from_pretrained(DATA / name / "target", dtype=torch.float32)
-    return kind(model, name="gemma")
+    return kind(model, name="gemma", **packing(kind))
 
 
 def changed(folder, name="shared", **fields):

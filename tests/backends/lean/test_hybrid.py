@@ -3,16 +3,22 @@
 import copy
 import functools
 import itertools
+import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from draftproof import Engine, SamplingParams
+from draftproof import Engine, SamplingParams, native
 from draftproof.backends.base import Feed, rounding, unread
 from draftproof.backends.cache.layout import Layout
-from draftproof.backends.lean import inputs
+from draftproof.backends.lean import module_backend
+from draftproof.backends.lean.mixture_modules import is_mixture
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
+from draftproof.backends.loading.by_name import load_backend
+from draftproof.backends.loading.in_memory import backend_in_memory
+from draftproof.backends.loading.stored_backends import rounded
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.native.structures import LinearArguments, Sequences
 from support.architectures.check import disturbed
@@ -36,20 +42,81 @@ def model(name, dtype=torch.float32):
 
 
 @functools.cache
-def backend(name, dtype=torch.float32):
-    with mock.patch.object(
-        inputs, "_SMALL", 1 << 20
-    ):  # a matrix unit (AMX) takes larger weights; these are to be read here
-        return LeanSnapshotBackend(model(name, dtype), name=name)
+def backend(name, dtype=torch.float32, *, pack=True):
+    """As loading makes it, or with weights that stay where they are."""
+    own = copy.deepcopy(model(name, dtype)) if pack else model(name, dtype)
+    # a matrix unit (AMX) takes larger weights than these
+    with mock.patch.object(module_backend, "_SMALL", 1 << 20):
+        return LeanSnapshotBackend(own, pack=pack, name=name)
 
 
-@pytest.mark.parametrize("name", READ)
-def test_logits_are_those_of_transformers(name):
+def own_logits(name):
     with torch.inference_mode():
-        expected = model(name)(torch.tensor([IDS])).logits[0]
-    target = backend(name)
-    assert off(read(target, target.open(), IDS[:1], IDS[1:]), expected) < 1e-5
-    assert rounding(target) == ""
+        return model(name)(torch.tensor([IDS])).logits[0]
+
+
+@pytest.mark.parametrize("pack", [True, False], ids=["packed", "in place"])
+@pytest.mark.parametrize("name", READ)
+def test_logits_are_those_of_transformers(name, pack):
+    target = backend(name, pack=pack)
+    assert off(read(target, target.open(), IDS[:1], IDS[1:]), own_logits(name)) < 1e-5
+    assert (rounding(target), target.packed) == ("", pack)
+    plain = {path for path, each in target.model.named_modules() if isinstance(each, torch.nn.Linear)}
+    if pack:
+        assert all(is_mixture(target.model.get_submodule(path.rpartition(".")[0])) for path in plain)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3next"])
+def test_a_chain_has_the_same_bits_where_weights_stay(name):
+    assert_same_bits(backend(name, torch.bfloat16, pack=False), IDS)
+
+
+@pytest.fixture
+def matrix_unit(monkeypatch):
+    """A processor that has one, as far as a model of these sizes asks; its products are those of this processor."""
+    monkeypatch.setattr(module_backend, "_SMALL", 1 << 9)
+    ask = native.operations_for
+
+    def with_unit(tensor):
+        found = ask(tensor)
+        if found is None or sys._getframe(1).f_code.co_name != "refuse_unit":
+            return found
+        return SimpleNamespace(level="x86-64-v4-amx")
+
+    monkeypatch.setattr(native, "operations_for", with_unit)
+
+
+def test_a_matrix_unit_gets_packed_weights(matrix_unit, tmp_path):
+    """In place, transformers' modules use it better; a model in memory is copied, and stays as it is."""
+    whole = model("lfm2", torch.bfloat16)
+    left = LeanSnapshotBackend(whole, name="x", check=False)
+    assert "weights where they are do not use the processor's matrix unit" in rounding(left)
+    whole.save_pretrained(tmp_path)
+    before = [each.data_ptr() for each in whole.parameters()]
+    for made in (load_backend(str(tmp_path)), backend_in_memory(whole)):
+        assert (type(made), made.packed, rounding(made)) == (LeanSnapshotBackend, True, "")
+        assert_same_bits(made, IDS)
+    assert [each.data_ptr() for each in whole.parameters()] == before
+    assert type(whole.lm_head) is torch.nn.Linear
+
+
+def test_experts_of_16_bits_are_left_to_a_matrix_unit(matrix_unit):
+    target = LeanSnapshotBackend(copy.deepcopy(model("lfm2moe", torch.bfloat16)), pack=True, name="x", check=False)
+    assert (target.lean, target.packed) == (None, False)
+    assert any(isinstance(each, torch.nn.Linear) for each in target.model.modules())
+    assert LeanSnapshotBackend(model("lfm2moe"), name="x", check=False).lean is not None, "in float32 it has none"
+
+
+def test_a_packed_model_is_quantized_and_rounded():
+    target = LeanSnapshotBackend(copy.deepcopy(model("qwen35")), pack=True, name="x", check=False)
+    whole = own_logits("qwen35")
+    draft = target.quantized(4)
+    assert draft.lean is not None
+    assert 1e-3 < off(read(draft, draft.open(), IDS[:1], IDS[1:]), whole) < 0.6
+    assert off(read(target, target.open(), IDS[:1], IDS[1:]), whole) < 1e-5, "the target is as it was"
+    made = rounded(target, 8)
+    assert rounding(made) == ""
+    assert 1e-3 < off(read(made, made.open(), IDS[:1], IDS[1:]), whole) < 0.1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -107,9 +174,11 @@ def test_hidden_states_between_layers_are_those_of_transformers():
     torch.testing.assert_close(session.states_of((0, 2, 4))[:, : between.shape[-1]], between, rtol=1e-4, atol=1e-4)
 
 
-def test_new_weights_are_read():
+@pytest.mark.parametrize("pack", [True, False], ids=["packed", "in place"])
+def test_new_weights_are_read(pack):
     own = copy.deepcopy(model("granitehybrid"))
-    target, other = LeanSnapshotBackend(own, name="changed", check=False), disturbed(model("granitehybrid"))
+    target = LeanSnapshotBackend(own, pack=pack, name="changed", check=False)
+    other = disturbed(model("granitehybrid"))
     with torch.inference_mode():
         expected = other(torch.tensor([IDS])).logits[0]
     assert off(read(target, target.open(), IDS[:1], IDS[1:]), expected) > 1e-3

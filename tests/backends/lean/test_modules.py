@@ -78,9 +78,12 @@ def model(name, dtype=torch.float32):
     return made.to(dtype)
 
 
+packed = functools.partial(LeanModulesBackend, pack=True)
+
+
 @functools.cache
 def backend(name, dtype=torch.float32):
-    return LeanModulesBackend(copy.deepcopy(model(name, dtype)), name=name)
+    return packed(copy.deepcopy(model(name, dtype)), name=name)
 
 
 def own(name, ids=IDS):
@@ -129,11 +132,11 @@ def test_other_layers_have_other_logits(name, part, monkeypatch):
         make = HybridLean.embedded
         monkeypatch.setattr(HybridLean, "embedded", lambda *given: make(*given).roll(1, -1))
     monkeypatch.setattr(HybridLayer, "__init__", changed)
-    target = LeanModulesBackend(copy.deepcopy(model(name)), name=name, check=False)
+    target = packed(copy.deepcopy(model(name)), name=name, check=False)
     found = off(read(target, target.open(), IDS[:1], IDS[1:]), own(name))
     assert found > 1e-4
     with pytest.raises(UserError, match="does not reproduce its own logits"):
-        LeanModulesBackend(copy.deepcopy(model(name)), name=name)
+        packed(copy.deepcopy(model(name)), name=name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -187,7 +190,7 @@ def test_texts_are_those_of_transformers_with_and_without_drafts(name):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("name", FAST)
 def test_weights_of_few_bits_are_those_of_the_modules(name, bits):
-    target = rounded(LeanModulesBackend(copy.deepcopy(model(name)), name=name), bits)
+    target = rounded(packed(copy.deepcopy(model(name)), name=name), bits)
     assert isinstance(target, StoredLeanBackend)
     assert (target.facts.bits, rounding(target)) == (bits, "")
     found = read(target, target.open(), IDS[:1], IDS[1:])
@@ -199,7 +202,7 @@ def test_weights_of_few_bits_are_those_of_the_modules(name, bits):
 
 @pytest.mark.parametrize("name", FAST)
 def test_shared_keys_take_no_memory_and_states_between_layers_are_those_of_transformers(name):
-    target = LeanModulesBackend(copy.deepcopy(model(name)), name=name, check=False)
+    target = packed(copy.deepcopy(model(name)), name=name, check=False)
     modules = HFBackend(copy.deepcopy(model(name)), name=name, check=False)
     last = len(target.lean.layers)
     for each in (target, modules):
@@ -214,14 +217,14 @@ def test_shared_keys_take_no_memory_and_states_between_layers_are_those_of_trans
 
 
 def test_new_weights_are_read():
-    target, other = LeanModulesBackend(copy.deepcopy(model("E2B")), name="x", check=False), disturbed(model("E2B"))
+    target, other = packed(copy.deepcopy(model("E2B")), name="x", check=False), disturbed(model("E2B"))
     with torch.inference_mode():
         expected = other(torch.tensor([IDS])).logits[0]
     assert off(read(target, target.open(), IDS[:1], IDS[1:]), expected) > 1e-3
     made = target.with_weights(other)
     assert off(read(made, made.open(), IDS[:1], IDS[1:]), expected) < 1e-5
     assert rounding(made) == ""
-    again = LeanModulesBackend(copy.deepcopy(model("E2B")), pack=False, name="x").with_weights(other.state_dict())
+    again = LeanModulesBackend(copy.deepcopy(model("E2B")), name="x").with_weights(other.state_dict())
     assert off(read(again, again.open(), IDS[:1], IDS[1:]), expected) < 1e-5
     lacking = {name: each for name, each in other.state_dict().items() if "layers.1.mlp" not in name}
     with pytest.raises(UserError, match=r"the new weights lack model\.layers\.1\.mlp"):
@@ -230,7 +233,7 @@ def test_new_weights_are_read():
 
 @pytest.mark.parametrize("name", FAST)
 def test_keys_and_values_may_have_8_bits(name):
-    target = LeanModulesBackend(copy.deepcopy(model(name)), name=name, check=False)
+    target = packed(copy.deepcopy(model(name)), name=name, check=False)
     target.round_kv()
     whole = read(target, target.open(), IDS[:1], IDS[1:])
     assert 1e-5 < off(whole, own(name)) < 0.05
@@ -239,7 +242,7 @@ def test_keys_and_values_may_have_8_bits(name):
     with pytest.raises(UserError, match="without kv_dtype int8"):
         AssistantBackend("an assistant", target)
     with pytest.raises(UserError, match="kv_dtype: expected auto"):
-        LeanModulesBackend(model(name), pack=False, name=name, check=False).round_kv()
+        LeanModulesBackend(model(name), name=name, check=False).round_kv()
 
 
 def test_the_first_layers_may_draft():
@@ -254,7 +257,7 @@ def test_the_first_layers_may_draft():
 @pytest.mark.parametrize("name", FAST)
 def test_weights_are_kept_once(name):
     """Packed linear layers have no plain weights beside them; a tied table is read where it is."""
-    target = LeanModulesBackend(copy.deepcopy(model(name)), name=name, check=False)
+    target = packed(copy.deepcopy(model(name)), name=name, check=False)
     plain = [each for each in target.model.modules() if isinstance(each, torch.nn.Linear)]
     assert not plain
     head, table = target.model.get_output_embeddings().product, target.model.get_input_embeddings().weight
@@ -264,7 +267,7 @@ def test_weights_are_kept_once(name):
 
 
 def test_passes_of_many_tokens_are_left_to_the_modules_where_weights_stay(monkeypatch):
-    target = LeanModulesBackend(model("E2B"), pack=False, name="x")
+    target = LeanModulesBackend(model("E2B"), name="x")
     assert "passes of more than 16 tokens are those of transformers' own modules" in rounding(target)
     passes = []
     monkeypatch.setattr(HybridLean, "__call__", counted(HybridLean.__call__, passes))
@@ -300,6 +303,6 @@ def test_what_is_not_known_is_read_by_transformers_own_modules(tmp_path, monkeyp
     experts = random_model(transformers.Gemma4TextConfig(**shape))
     assert type(backend_in_memory(experts)) is HFBackend
     with pytest.raises(UserError, match=r"x has no lean forward: its layers have parts .*router.*; use backend hf"):
-        LeanModulesBackend(experts, name="x")
+        packed(experts, name="x")
     monkeypatch.setenv("DRAFTPROOF_NATIVE", "0")
     assert type(backend_in_memory(copy.deepcopy(model("E2B")))) is HFBackend

@@ -1,6 +1,7 @@
 """What draftproof makes of a tiny model, compared with transformers' own greedy generation, token by token."""
 
 import copy
+import functools
 import traceback
 from dataclasses import dataclass, field
 
@@ -164,7 +165,7 @@ def make_backends(model, result):
     if supports(model) is not None and "lean" in kinds:
         del kinds["lean"]
         if reads_modules(model):
-            kinds["lean"] = LeanModulesBackend
+            kinds["lean"] = functools.partial(LeanModulesBackend, pack=True)
     for name, make in kinds.items():
         try:
             pairs[name] = make(copy.deepcopy(model), name="target"), make(disturbed(model), name="draft")

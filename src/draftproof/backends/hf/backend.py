@@ -23,11 +23,12 @@ from draftproof.backends.hf import alibi
 from draftproof.backends.hf.longrope import switch_of
 from draftproof.backends.hf.native_modules import multiplies_natively, natively
 from draftproof.backends.hf.probe import Probe
-from draftproof.backends.hf.quantized_modules import quantizing
+from draftproof.backends.hf.quantized_modules import QuantizedLinear, quantizing
 from draftproof.backends.hf.truncate import first_layers, layers_of
 from draftproof.backends.model_info import ADVICE, SNAPSHOTS, ModelInfo, cache_name, states_only
 from draftproof.backends.new_weights import copy_into, state_of
 from draftproof.backends.products.calibration import InputStatistics, write
+from draftproof.backends.products.packed_linear import LinearSlice
 from draftproof.backends.recurrent.mixers import mixers_of
 from draftproof.errors import UndraftableError, UserError
 
@@ -107,7 +108,11 @@ class HFBackend(SlotBackend):
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the output layer's weight."""
-        weight: Tensor = self.model.get_output_embeddings().weight
+        head = self.model.get_output_embeddings()
+        if isinstance(head, LinearSlice | QuantizedLinear):
+            rows: Tensor = head.product.rows(ids)
+            return rows
+        weight: Tensor = head.weight
         if weight.is_meta:
             raise UserError(f"{self.name} has its output layer on the disk, so nothing else can read it: load it whole")
         return weight.detach()[ids.to(weight.device)]

@@ -26,12 +26,11 @@ class EmbeddedPart:
     Args:
         parts: linear layer that makes gates, that behind them, and the norm of what is added.
         traits: of the model.
-        few: see `product_of_layer`.
     """
 
-    def __init__(self, parts: Sequence[Any], traits: Traits, *, few: bool) -> None:
+    def __init__(self, parts: Sequence[Any], traits: Traits) -> None:
         gate, out, norm = parts
-        self._products = whole_product(gate, few=few), whole_product(out, few=few)
+        self._products = whole_product(gate), whole_product(out)
         self._norm = Norm(norm, offset=traits.offset)
         self.size = int(self._products[1].weight.ins)
         self.first = 0  # number in the embeddings of all layers; set by `LayerEmbeddings`
@@ -39,14 +38,14 @@ class EmbeddedPart:
             raise UnreadError("its layers have gates of other sizes than their own embeddings of tokens")
 
     @classmethod
-    def of(cls, layer: Any, names: Sequence[str], traits: Traits, *, few: bool) -> EmbeddedPart | None:
+    def of(cls, layer: Any, names: Sequence[str], traits: Traits) -> EmbeddedPart | None:
         """That of a layer whose parts have these names, the activation last; None where it has none of them."""
         found = [getattr(layer, name, None) for name in names]
         if all(each is None for each in found):
             return None
         if any(each is None for each in found) or activation_of(found[-1]) != traits.activation:
             raise UnreadError("its layers have only a part of what embeddings of their own need")
-        return cls(found[:-1], traits, few=few)
+        return cls(found[:-1], traits)
 
     @property
     def arguments(self) -> Mapping[str, Any]:
@@ -68,12 +67,11 @@ class LayerEmbeddings:
     Args:
         inner: transformers' model without its output layer.
         layers: those that read them, in order.
-        few: see `product_of_layer`.
     """
 
-    def __init__(self, inner: Any, layers: Sequence[Any], *, few: bool) -> None:
+    def __init__(self, inner: Any, layers: Sequence[Any]) -> None:
         self._table = getattr(inner, _TABLE)
-        self._product = whole_product(getattr(inner, _PROJECTION), few=few)
+        self._product = whole_product(getattr(inner, _PROJECTION))
         self._norm = Norm(getattr(inner, _NORM))
         self._factors = [float(getattr(inner, name)) for name in _FACTORS]
         self._layers = len(layers)
@@ -84,14 +82,14 @@ class LayerEmbeddings:
             raise UnreadError("its layers' own embeddings of tokens have other sizes than their table")
 
     @classmethod
-    def of(cls, inner: Any, layers: Sequence[Any], *, few: bool) -> LayerEmbeddings | None:
+    def of(cls, inner: Any, layers: Sequence[Any]) -> LayerEmbeddings | None:
         """Those of a model; None where its layers have none."""
         have = [layer.embedded is not None for layer in layers]
         if not any(have):
             return None
         if not all(have) or not all(hasattr(inner, name) for name in (_TABLE, _PROJECTION, _NORM, *_FACTORS)):
             raise UnreadError("some of its layers have embeddings of their own, or its table of them is not known here")
-        return cls(inner, layers, few=few)
+        return cls(inner, layers)
 
     def __call__(self, ids: Int[Tensor, " tokens"], x: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens numbers"]:
         """Those of some tokens, one layer after another; x is what the first layer reads."""

@@ -200,7 +200,6 @@ class HybridLean(Lean):
     Args:
         model: a transformers causal LM on the CPU, with weights of any form that has native products.
         windows: the kinds of attention mask that it builds.
-        few: whether it is to read passes of few tokens only (`inputs.product_of_layer`).
 
     Attributes:
         layers: in order.
@@ -212,7 +211,7 @@ class HybridLean(Lean):
 
     layers: list[Any]
 
-    def __init__(self, model: Any, windows: Windows, *, few: bool = False) -> None:
+    def __init__(self, model: Any, windows: Windows) -> None:
         family, inner = family_of(model), model.model
         if windows.kinds - {FULL, SLIDING, *RECURRENT}:
             raise UnreadError(f"its attention is of kinds that are not known here ({', '.join(sorted(windows.kinds))})")
@@ -231,7 +230,6 @@ class HybridLean(Lean):
         self.windows = Windows(windows.kinds & {FULL, SLIDING} or frozenset({FULL}), windows.config)
         self._kinds = self._kinds_of(model.config, len(inner.layers))
         self._family = family
-        self._few = few
         angles_of = next(getattr(inner, name) for name in _ROTARY if hasattr(inner, name))
         order, tables, starts = _angles(attentions, self._kinds, angles_of)
         self.traits = Traits(
@@ -243,7 +241,7 @@ class HybridLean(Lean):
             logit_cap=factors.get("cap", 0.0),
         )
         self.embed = model.get_input_embeddings()
-        self.head = whole_product(model.get_output_embeddings(), few=few)
+        self.head = whole_product(model.get_output_embeddings())
         self.norm = Norm(last, offset=offset)
         if not self.norm.is_native:
             raise UnreadError(f"there are no native operations on {last.weight.dtype}, or they are off")
@@ -258,7 +256,7 @@ class HybridLean(Lean):
             self._layer(layer, number, self._sources.get(number, number), heads.get(number, self._heads))
             for number, layer in enumerate(inner.layers)
         ]
-        self._embeddings = LayerEmbeddings.of(inner, self.layers, few=few)
+        self._embeddings = LayerEmbeddings.of(inner, self.layers)
         self.mixers: list[Mixer] = [layer.mixer for layer in self.layers if layer.mixer is not None]
         self.run_layers = NativeLayers(self.layers)
         self._pieces = {}
@@ -273,9 +271,7 @@ class HybridLean(Lean):
 
     def _layer(self, layer: Any, number: int, source: int, heads: Heads) -> HybridLayer:
         kind = self._kinds[number]
-        return HybridLayer(
-            layer, number, self._family, self.traits, heads=heads, kind=kind, source=source, few=self._few
-        )
+        return HybridLayer(layer, number, self._family, self.traits, heads=heads, kind=kind, source=source)
 
     def layer_like(self, layer: Any, number: int) -> HybridLayer:
         """A layer of the same family, whose keys and values have this number in a cache.
@@ -353,7 +349,7 @@ def _sources(attentions: Mapping[int, Any], kinds: Sequence[str]) -> dict[int, i
 def _heads_of(attention: Any, source: Any, angles: int) -> Heads:
     """The heads of a layer that reads the keys of `source`."""
     dim = int(attention.head_dim)
-    keys = len(product_of_layer(source.k_proj, few=True)[1]) // dim
+    keys = len(product_of_layer(source.k_proj)[1]) // dim
     queries = int(attention.config.num_attention_heads)
     if int(source.head_dim) != dim or not keys or queries % keys:
         raise UnreadError(f"its attention has {queries} heads of {dim}, over {keys} heads of {source.head_dim}")
@@ -378,7 +374,6 @@ class HybridLayer:
         heads: of attention, in the layers that have it.
         kind: of its attention mask.
         source: number of the layer whose keys and values it reads; its own where it makes some.
-        few: see `HybridLean`.
 
     Attributes:
         mixer: what keeps a recurrent state, if there is something.
@@ -402,7 +397,6 @@ class HybridLayer:
         heads: Heads,
         kind: str = FULL,
         source: int | None = None,
-        few: bool = False,
     ) -> None:
         factors = _Factors(layer, family)
         self.number = number
@@ -411,7 +405,6 @@ class HybridLayer:
         self.traits = traits
         self.heads = heads
         self.leaving = factors["leaving"]
-        self._few = few
         self.before, self.mixed, self.between, self.made = (
             None if name is None else Norm(getattr(layer, name), offset=traits.offset) for name in family.norms
         )
@@ -445,7 +438,7 @@ class HybridLayer:
             raise UnreadError(f"there is no native mixture like its {type(experts).__name__}")
         if gated is not experts or self.mixture is None:
             self._read_gated(gated, family, factors["gates"])
-        self.embedded = EmbeddedPart.of(layer, family.embedded, traits, few=few)
+        self.embedded = EmbeddedPart.of(layer, family.embedded, traits)
 
     def _read_attention(self, attention: Any, family: FamilyNames, factors: _Factors) -> None:
         heads, own = self.heads, self.source == self.number
@@ -457,8 +450,8 @@ class HybridLayer:
             list(self.traits.order or range(heads.dim)),
             heads.keys * heads.dim,
         )
-        outs, *others = (len(product_of_layer(module, few=self._few)[1]) for module in modules)
-        self.out = whole_product(getattr(attention, family.out), few=self._few)
+        outs, *others = (len(product_of_layer(module)[1]) for module in modules)
+        self.out = whole_product(getattr(attention, family.out))
         fits = outs in (wide, 2 * wide) and self.out.weight.ins == wide
         if not fits or others != [keys] * (len(names) - 1) or self.out.weight.outs != self.size:
             raise UnreadError(f"its attention has other sizes than those of {heads.queries} heads of {heads.dim}")
@@ -473,7 +466,7 @@ class HybridLayer:
             raise UnreadError("its attention has factors of inputs, and biases")
         of_parts = by, by * factors["keys"], by, by
         each = torch.cat([torch.full((part.numel(),), one) for part, one in zip(parts, of_parts, strict=True)])
-        self.qkv = Joint.of_modules(modules, torch.cat([part.flatten() for part in parts]), each, few=self._few)
+        self.qkv = Joint.of_modules(modules, torch.cat([part.flatten() for part in parts]), each)
         self.gates = parts[-1].numel()
         norms = [_with_weight(getattr(attention, name), heads.dim) for name in family.turned if _has(attention, name)]
         if len(norms) not in ((len(family.turned),) if own else (0, 1)):
@@ -486,12 +479,12 @@ class HybridLayer:
         for name in ("act_fn", "activation"):
             if _has(gated, name) and activation_of(getattr(gated, name)) != self.traits.activation:
                 raise UnreadError(f"its gates are not {self.traits.activation}")
-        self.down = whole_product(getattr(gated, family.down), few=self._few)
+        self.down = whole_product(getattr(gated, family.down))
         self.inner = int(self.down.weight.ins)
         each = torch.ones(2 * self.inner)
         each[: self.inner] = by
         modules = [getattr(gated, name) for name in family.gates]
-        self.gate_up = Joint.of_modules(modules, factors=each, few=self._few)
+        self.gate_up = Joint.of_modules(modules, factors=each)
         if self.gate_up.arguments.places != 2 * self.inner or self.down.weight.outs != self.size:
             raise UnreadError(f"its {type(gated).__name__} has other sizes than those of gates")
 

@@ -13,10 +13,7 @@ from draftproof import native
 from draftproof.backends.hf.quantized_modules import QuantizedLinear
 from draftproof.backends.lean.traits import UnreadError, is_stock
 from draftproof.backends.products.packed_linear import REORDERED, LinearSlice, PackedLinear, PlainProduct, SplitProduct
-from draftproof.native.operations import Operations
 from draftproof.native.structures import MOST_INPUTS, InputsArguments, LinearArguments
-
-_SMALL = 1 << 18  # numbers of a weight for which a matrix unit gains little
 
 
 class Joint:
@@ -71,8 +68,6 @@ class Joint:
         modules: Sequence[Any],
         order: Int[Tensor, " places"] | None = None,
         factors: Float32[Tensor, " places"] | None = None,
-        *,
-        few: bool = False,
     ) -> Joint:
         """Linear layers of a model.
 
@@ -80,7 +75,6 @@ class Joint:
             modules: the layers.
             order: which of their outputs, one after another, stands at each place of a row.
             factors: of each place.
-            few: see `product_of_layer`.
 
         Raises:
             UnreadError: a layer that native code cannot read.
@@ -88,7 +82,7 @@ class Joint:
         starts: dict[int, int] = {}
         products, rows = list[PackedLinear](), list[Tensor]()
         for module in modules:
-            product, mine = product_of_layer(module, few=few)
+            product, mine = product_of_layer(module)
             if id(product) not in starts:
                 starts[id(product)] = sum(each.weight.outs for each in products)
                 products.append(product)
@@ -97,12 +91,11 @@ class Joint:
         return cls(products, every if order is None else every[order], factors)
 
 
-def product_of_layer(module: Any, *, few: bool = False) -> tuple[PackedLinear, Int[Tensor, " outs"]]:
+def product_of_layer(module: Any) -> tuple[PackedLinear, Int[Tensor, " outs"]]:
     """The product that a linear layer is part of, and which of its outputs are the layer's.
 
     Args:
         module: the layer.
-        few: whether it is to multiply few rows only, for which a matrix unit gains nothing.
 
     Raises:
         UnreadError: native code cannot read it.
@@ -117,20 +110,8 @@ def product_of_layer(module: Any, *, few: bool = False) -> tuple[PackedLinear, I
     operations = native.operations_for(module.weight) if is_plain else None
     if operations is None or not module.weight.is_contiguous():
         raise UnreadError(f"there is no native product with a {type(module).__name__}")
-    if not few:
-        refuse_unit(operations, module.weight.numel())
     bias = None if module.bias is None else module.bias.detach()
     return PlainProduct(module.weight.detach(), bias), torch.arange(len(module.weight))
-
-
-def refuse_unit(operations: Operations, numbers: int) -> None:
-    """Refuse a weight of so many numbers that is to stay where it is, if a matrix unit would multiply it faster.
-
-    Raises:
-        UnreadError: it would.
-    """
-    if operations.dtype == torch.bfloat16 and operations.level.endswith("amx") and numbers > _SMALL:
-        raise UnreadError("native products with weights where they are do not use the processor's matrix unit")
 
 
 def linear_arguments(product: PackedLinear) -> LinearArguments:
@@ -139,13 +120,13 @@ def linear_arguments(product: PackedLinear) -> LinearArguments:
     return LinearArguments(address, None if product.bias is None else product.bias.data_ptr(), bits, group)
 
 
-def whole_product(module: Any, *, few: bool = False) -> PackedLinear:
-    """The product that a linear layer is, with all its outputs in order; `few` as of `product_of_layer`.
+def whole_product(module: Any) -> PackedLinear:
+    """The product that a linear layer is, with all its outputs in order.
 
     Raises:
         UnreadError: it is a part of one, or native code cannot read it.
     """
-    product, outs = product_of_layer(module, few=few)
+    product, outs = product_of_layer(module)
     if not torch.equal(outs, torch.arange(product.weight.outs)):
         raise UnreadError(f"a {type(module).__name__} is a part of another product")
     return product

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from draftproof import native
 from draftproof.backends.hf.native_modules import QuantizedExperts, says_experts
-from draftproof.backends.lean.inputs import refuse_unit
 from draftproof.backends.lean.mixture import Mixture
 from draftproof.backends.lean.traits import LLAMA, Experts, UnreadError, activation_of
 from draftproof.native.operations import MOST_EXPERTS
@@ -46,10 +45,6 @@ def mixture_of(block: Any) -> Mixture:
     """
     try:
         parts = parts_of(block)
-        operations = native.operations_for(parts.gate.weight)
-        assert operations is not None, "`parts_of` looked"
-        if not parts.rounds:
-            refuse_unit(operations, parts.experts.down_proj.weight.numel() // parts.count)
         made = native_mixture(parts, Experts(parts.count, parts.chosen), in_place=True)
         made.route(routing_of(block, parts, made))
     except _UNFIT as cause:

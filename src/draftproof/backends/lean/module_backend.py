@@ -6,44 +6,64 @@ Its modules multiply with the same weights, and make forms of it with few bits.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 from typing_extensions import override
 
+from draftproof import native
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.cache.windows import FULL, SLIDING, Windows
 from draftproof.backends.hf.backend import HFBackend
-from draftproof.backends.hf.native_modules import MOST_ROWS
+from draftproof.backends.hf.native_modules import MOST_ROWS, QuantizedExperts, says_experts
 from draftproof.backends.hf.truncate import first_layers, put, shallow
 from draftproof.backends.lean.hybrid import HybridLean, family_of
+from draftproof.backends.lean.mixture_modules import is_mixture
 from draftproof.backends.lean.traits import UnreadError
 from draftproof.backends.new_weights import copy_into, state_of
 from draftproof.backends.products.linear_layers import linear_layers, packed_layers
 from draftproof.backends.products.packed_linear import LinearSlice, PlainProduct, fuse
 from draftproof.errors import UserError
-from draftproof.peak import release_freed_memory
+from draftproof.peak import FilePages, release_freed_memory
 
+_SMALL = 1 << 18  # numbers of a weight for which a matrix unit gains little
 _log = logging.getLogger(__name__)
 
 
 class ReadByLean(HFBackend):
     """A transformers model that is read by a lean forward over its modules, where that is possible.
 
+    Args:
+        pack: whether linear weights may move into the layout that native products read fastest, where the lean forward
+            reads the model. Only then do native products use a processor's matrix unit.
+
     Attributes:
         lean: the forward pass; None where transformers' own modules make it.
+        packed: whether linear weights are packed.
     """
 
     lean: HybridLean | None = None
     _unread = ""  # why there is no lean forward
 
+    def __init__(self, model: Any, *, pack: bool = False, **options: Any) -> None:
+        self.packed = pack
+        super().__init__(model, **options)
+
+    @override
     def _multiply_natively(self) -> None:
+        if self.packed:
+            self._unread = why_unread(self.model, self._windows) or ""  # before it is taken apart
+            self.packed = not self._unread
+        if self.packed:
+            pack_layers(self.model)
         super()._multiply_natively()
         self._read_lean()
+        if self.lean is None:
+            _log.info("%s is read by transformers' own modules: %s", self.name, self._unread)
 
     def _read_lean(self) -> None:
         """Read the model as it is now by a lean forward, where that is possible."""
@@ -51,12 +71,12 @@ class ReadByLean(HFBackend):
         try:
             self.lean = self._lean_of(self._windows)
         except UnreadError as cause:
-            self._unread = str(cause)
-            _log.info("%s is read by transformers' own modules: %s", self.name, cause)
+            self._unread = self._unread or str(cause)
         self.packs = self.lean is not None
         self.own_threads |= self.packs
 
     def _lean_of(self, windows: Windows) -> HybridLean:
+        refuse_unit(self.model)
         return HybridLean(self.model, windows)
 
     @property
@@ -66,10 +86,15 @@ class ReadByLean(HFBackend):
 
     @override
     def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> HFBackend:
-        """What was made of the weights is made again."""
-        made = super().with_weights(weights)
-        assert isinstance(made, ReadByLean), "a copy of this one"
-        made._read_lean()  # noqa: SLF001 - of this class
+        """The model's own tensors are written over; packed ones are packed again."""
+        model = unpacked(self.model)
+        copy_into(model, state_of(weights), self.name)
+        if self.packed:
+            pack_layers(model)
+        made = self._with_model(model)
+        made.keeps = False
+        made._cache = SlotCache(self.facts.max_positions, rounds=self._cache.rounds)  # noqa: SLF001 - of this class
+        made._recorded = ()  # noqa: SLF001
         return made
 
     def _with_model(self, model: Any) -> HFBackend:
@@ -83,8 +108,8 @@ class LeanModulesBackend(ReadByLean):
     """Such a model without recurrent layers; other arguments as of HFBackend.
 
     Args:
-        pack: whether linear weights may move into the layout that native products read fastest. Where they stay, passes
-            of many tokens are left to transformers' own modules, which multiply them faster.
+        pack: as of ReadByLean. Where weights stay, passes of many tokens are left to transformers' own modules, which
+            multiply them faster.
 
     Raises:
         UserError: as of HFBackend, or a model that the lean forward does not read.
@@ -92,37 +117,27 @@ class LeanModulesBackend(ReadByLean):
 
     kind = "lean"
 
-    def __init__(self, model: Any, *, pack: bool = True, **options: Any) -> None:
-        self._packs_weights = pack
-        super().__init__(model, **options)
-
     @override
     def _multiply_natively(self) -> None:
-        if self._packs_weights:
-            if (why := why_unread(self.model, self._windows)) is not None:  # before it is taken apart
-                raise self._refused(why)
-            pack_layers(self.model)
         super()._multiply_natively()
         if self.lean is None:
-            raise self._refused(self._unread)
-
-    def _refused(self, why: str) -> UserError:
-        return UserError(f"{self.name} has no lean forward: {why}; use backend hf or auto")
+            raise UserError(f"{self.name} has no lean forward: {self._unread}; use backend hf or auto")
 
     @override
     def _read_lean(self) -> None:
         """Forms of the model that measure what its modules are given are read by these."""
         super()._read_lean()
-        self.packs &= self._packs_weights
+        self.packs &= self.packed
 
     @override
     def _lean_of(self, windows: Windows) -> HybridLean:
-        return HybridLean(self.model, windows, few=not self._packs_weights)
+        """Where weights stay, it reads few tokens only, for which a matrix unit gains nothing."""
+        return super()._lean_of(windows) if self.packed else HybridLean(self.model, windows)
 
     @property
     @override
     def rounding(self) -> str:
-        if self._packs_weights or self.lean is None:
+        if self.packed or self.lean is None:
             return super().rounding
         return (
             f"passes of more than {MOST_ROWS} tokens are those of transformers' own modules, whose sums depend on the "
@@ -130,53 +145,43 @@ class LeanModulesBackend(ReadByLean):
         )
 
     @override
-    def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
-        head = self.model.get_output_embeddings()
-        return head.product.rows(ids) if isinstance(head, LinearSlice) else super().output_rows(ids)
-
-    @override
     def first_layers(self, layers: int) -> HFBackend:
         model, name = first_layers(self.model, layers, self.name), f"{self.name}, first {layers} layers"
-        return type(self)(model, pack=self._packs_weights, name=name, cache=self._cache)
-
-    @override
-    def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> HFBackend:
-        """Packed ones are packed again."""
-        model = unpacked(self.model)
-        copy_into(model, state_of(weights), self.name)
-        if self._packs_weights:
-            pack_layers(model)
-        made = self._with_model(model)
-        made.keeps = False
-        made._cache = SlotCache(self.facts.max_positions, rounds=self._cache.rounds)  # noqa: SLF001 - of this class
-        made._recorded = ()  # noqa: SLF001
-        return made
+        return type(self)(model, pack=self.packed, name=name, cache=self._cache)
 
     @override
     def round_kv(self) -> None:
         """Others do not read its keys any more (`whole_keys`)."""
-        if not self._packs_weights:
+        if not self.packed:
             super().round_kv()
         self._cache = SlotCache(self.facts.max_positions, rounds=True)
         self.whole_keys = False
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
-        if self.lean is None or not (self._packs_weights or layout.ids.numel() <= MOST_ROWS):
+        if self.lean is None or not (self.packed or layout.ids.numel() <= MOST_ROWS):
             return super()._compute(layout, hidden=hidden)
         return self.lean(layout, self._cache, hidden=hidden)
 
 
+def packing(kind: type) -> dict[str, Any]:
+    """The options with which a kind of backend packs the weights of a model that nobody else has."""
+    return {"pack": True} if issubclass(kind, ReadByLean) else {}
+
+
 def pack_layers(model: Any) -> None:
-    """Let the linear layers of a model that have floats be native products, packed where they are no table, too."""
-    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    """Let linear layers of floats be native products, packed where nothing else has the weight."""
+    pages, users = FilePages(), Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
     for path, each in linear_layers(model).items():
-        owner, _, name = path.rpartition(".")
-        if isinstance(each, nn.Linear) and id(each.weight) not in tables:
-            fuse(model.get_submodule(owner), [name])
-        elif isinstance(each, nn.Linear):
-            setattr(
-                model.get_submodule(owner), name, LinearSlice(PlainProduct(each.weight.detach()), 0, len(each.weight))
-            )
+        place, _, name = path.rpartition(".")
+        owner = model.get_submodule(place)
+        if not isinstance(each, nn.Linear) or is_mixture(owner):  # a mixture reads its routers itself
+            continue
+        weight = each.weight.detach()
+        if users[id(each.weight)] > 1:  # as that of a tied embedding
+            setattr(owner, name, LinearSlice(PlainProduct(weight), 0, len(weight)))
+        else:
+            fuse(owner, [name])
+            pages.release(weight)
     release_freed_memory()
 
 
@@ -197,14 +202,39 @@ def unpacked(model: Any) -> Any:
     return twin
 
 
-def why_unread(model: Any, windows: Windows | None = None) -> str | None:
-    """Why `LeanModulesBackend` does not read a model; None where it does.
+def refuse_unit(model: Any, *, packs: bool = False) -> None:
+    """Refuse a model of which large weights stay where they are, if the processor's matrix unit multiplies them faster.
+
+    Args:
+        model: as it would be read.
+        packs: whether linear layers are going to be packed; experts stay.
+
+    Raises:
+        UnreadError: it would.
+    """
+    for each in model.modules():
+        count = 1
+        if says_experts(each) and not isinstance(each, QuantizedExperts):
+            weight, count = each.down_proj, len(each.down_proj)
+        elif isinstance(each, nn.Linear) and not packs:
+            weight = each.weight
+        else:
+            continue
+        operations = native.operations_for(weight) if weight.dtype == torch.bfloat16 else None
+        if operations is not None and operations.level.endswith("amx") and weight.numel() // count > _SMALL:
+            raise UnreadError("native products with weights where they are do not use the processor's matrix unit")
+
+
+def why_unread(model: Any, windows: Windows | None = None, *, packs: bool = True) -> str | None:
+    """Why the lean forward does not read a model; None where it does.
 
     Its masks are those of `windows`; by default they are taken to be such as it reads, since a pass would show them.
+    `packs` as of `refuse_unit`.
     """
     try:
         family_of(model)
-        HybridLean(model, windows or Windows(frozenset({FULL, SLIDING}), model.config), few=True)
+        HybridLean(model, windows or Windows(frozenset({FULL, SLIDING}), model.config))
+        refuse_unit(model, packs=packs)
     except UnreadError as cause:
         return str(cause)
     return None

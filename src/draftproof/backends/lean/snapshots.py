@@ -1,7 +1,6 @@
 """Backend snapshot where the lean forward can read the model: its passes are native, and nothing else differs.
 
-Weights stay those of the transformers model. What the lean forward cannot read is read by transformers' own modules,
-and `rounding` says why.
+What the lean forward cannot read is read by transformers' own modules, and `rounding` says why.
 """
 
 from __future__ import annotations
@@ -13,22 +12,18 @@ from torch import Tensor
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.windows import windows_of
 from draftproof.backends.hf.snapshots import SnapshotBackend
-from draftproof.backends.lean.hybrid import HybridLean
 from draftproof.backends.lean.mixers import PassStates
-from draftproof.backends.lean.module_backend import ReadByLean
-from draftproof.backends.lean.traits import UnreadError
+from draftproof.backends.lean.module_backend import ReadByLean, why_unread
 from draftproof.backends.recurrent.mixers import ResumedMixers
 from draftproof.backends.recurrent.states import State
 
 
 class LeanSnapshotBackend(ReadByLean, SnapshotBackend):
-    """A model with recurrent layers; arguments as of SnapshotBackend."""
+    """A model with recurrent layers; arguments as of ReadByLean and SnapshotBackend."""
 
     def _continuation(self, model: Any) -> ResumedMixers:
         """How it goes on from a state: native code always reads tokens as in one pass over everything."""
-        try:
-            HybridLean(model, windows_of(model))
-        except UnreadError:
+        if why_unread(model, windows_of(model), packs=self.packed) is not None:
             return super()._continuation(model)
         return ResumedMixers(several=True, single=True, divisible=frozenset())
 

@@ -19,7 +19,7 @@ from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.generate import PlainBackend
 from draftproof.backends.lean.backend import LeanBackend, supports
 from draftproof.backends.lean.graph_backend import GraphBackend
-from draftproof.backends.lean.module_backend import LeanModulesBackend, why_unread
+from draftproof.backends.lean.module_backend import LeanModulesBackend, packing, why_unread
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.loading.adapters import base_of, with_adapter
 from draftproof.backends.loading.language_model import reading_classes, text_part
@@ -114,7 +114,8 @@ def _backend(kind: str, model: Any, source: str, options: LoadOptions) -> Loaded
     by_modules = kind == LeanModulesBackend.kind and reads_modules(model)
     if packed and (snapshot or by_modules or kind == HFBackend.kind):
         return stored_backend(model, source, snapshot=snapshot, check=options.check)
-    made: Loaded = (LeanModulesBackend if by_modules else _BACKENDS[kind])(model, name=source, check=options.check)
+    cls = LeanModulesBackend if by_modules else _BACKENDS[kind]
+    made: Loaded = cls(model, name=source, check=options.check, **packing(cls))
     return made
 
 

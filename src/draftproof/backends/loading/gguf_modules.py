@@ -24,7 +24,7 @@ from draftproof.backends.heads.published.mtp_qwen import empty_layer
 from draftproof.backends.hf.backend import HFBackend, StoredPrediction
 from draftproof.backends.lean.layers import Norm, gate_of
 from draftproof.backends.lean.mixture import Mixture, StoredMixture
-from draftproof.backends.lean.module_backend import LeanModulesBackend, pack_layers, why_unread
+from draftproof.backends.lean.module_backend import LeanModulesBackend, pack_layers, packing, why_unread
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.lean.traits import LLAMA, Experts, UnreadError
 from draftproof.backends.loading.gguf_rotary import DIVIDED, FACTORS, longest
@@ -545,14 +545,16 @@ def _backend(model: Any, family: ModuleFamily, asked: str, *, few: bool, name: s
         why = why_unread(model)
         if why is None:
             try:
-                return family.backend[few](model, name=name, check=check)
+                kind = family.backend[few]
+                return kind(model, name=name, check=check, **packing(kind))
             except UserError as cause:
                 why = str(cause)
         if asked != "auto":
             raise UnreadError(f"it has no lean forward: {why}")
         _log.info("%s is read by transformers' own modules: %s", name, why)
     family.finish(model.model)
-    return family.modules[few](model, name=name, check=check)
+    kind = family.modules[few]
+    return kind(model, name=name, check=check, **packing(kind))
 
 
 def predicts(file: GGUFFile) -> bool:

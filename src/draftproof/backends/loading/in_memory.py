@@ -1,8 +1,9 @@
 """Backends around a transformers model that its owner goes on using: its weights are read and never moved.
 
-The lean forward works on copies of the linear weights, in its own layout; backend hf shares every weight, and snapshot
-all but the small ones that its native code has in another form. All go by a shallow copy of the model, so that none
-keeps the model itself alive.
+The lean forward works on copies of the linear weights, in its own layout. Backend hf shares every weight, and so do
+models whose layers differ, but for the small ones that native code has in another form; on a processor with a matrix
+unit, which needs its own layout, these are copied as well. All go by a shallow copy of the model, so that none keeps
+the model itself alive.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from draftproof.backends.hf.truncate import shallow
 from draftproof.backends.lean.backend import LeanForward, readable_traits
 from draftproof.backends.lean.graph_backend import forward_of
 from draftproof.backends.lean.layers import Lean
-from draftproof.backends.lean.module_backend import LeanModulesBackend
+from draftproof.backends.lean.module_backend import LeanModulesBackend, why_unread
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.loading.by_name import LEAN_KINDS, reads_modules, suitable
 from draftproof.backends.model_info import ModelInfo
@@ -54,8 +55,11 @@ def backend_in_memory(model: Any, *, backend: str = "auto", name: str | None = N
     refuse_training(model)
     twin = _twin(model)
     kind = suitable(twin) if backend == "auto" else backend
-    if kind == LeanModulesBackend.kind and reads_modules(twin):
-        return LeanModulesBackend(twin, pack=False, name=name, check=check)
+    modules = kind == LeanModulesBackend.kind and reads_modules(twin)
+    if modules or kind == LeanSnapshotBackend.kind:
+        cls = LeanModulesBackend if modules else LeanSnapshotBackend
+        packs = why_unread(twin, packs=False) is not None and why_unread(twin) is None and _fits(model)
+        return cls(_with_own_parts(twin) if packs else twin, pack=packs, name=name, check=check)
     if backend == "auto" and kind in LEAN_KINDS and not _fits(model):
         kind = "hf"
     if kind in LEAN_KINDS:
@@ -66,7 +70,7 @@ def backend_in_memory(model: Any, *, backend: str = "auto", name: str | None = N
                 raise
             _log.warning("read by transformers' own forward pass: %s", cause)
             kind = "hf"
-    return (LeanSnapshotBackend if kind == "snapshot" else HFBackend)(twin, name=name, check=check)
+    return HFBackend(twin, name=name, check=check)
 
 
 def _twin(model: Any) -> Any:
@@ -112,6 +116,12 @@ def _parts_of(model: Any) -> SimpleNamespace:
     shared = {id(each): each.detach() for each in model.parameters()}
     decoder, head = copy.deepcopy((model.model, model.lm_head), shared)
     return SimpleNamespace(model=decoder, lm_head=head)
+
+
+def _with_own_parts(model: Any) -> Any:
+    """A copy of a model with modules of its own, and the same tensors."""
+    shared = {id(each): nn.Parameter(each.detach(), requires_grad=False) for each in model.parameters()}
+    return copy.deepcopy(model, shared)
 
 
 def _fits(model: Any) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from draftproof import native
@@ -50,11 +50,6 @@ class StoredWeights(HFBackend):
     def __init__(self, model: Any, **options: Any) -> None:
         self.rounds_inputs = any(map(_rounds, model.modules()))
         super().__init__(model, **options)
-
-    def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
-        """Rows of the output layer's weight."""
-        head = self.model.get_output_embeddings()
-        return head.product.rows(ids) if hasattr(head, "product") else super().output_rows(ids)
 
     def quantizing(self, bits: int) -> NoReturn:
         """Refused: see Raises.
@@ -214,10 +209,10 @@ def stored_backend(model: Any, name: str, *, snapshot: bool, check: bool) -> HFB
         UserError: as of `HFBackend`.
     """
     if snapshot:
-        return StoredSnapshotBackend(model, name=name, check=check)
+        return StoredSnapshotBackend(model, pack=True, name=name, check=check)
     if why_unread(model) is None:
         try:
-            return StoredLeanBackend(model, name=name, check=check)
+            return StoredLeanBackend(model, pack=True, name=name, check=check)
         except UserError as cause:
             _log.info("%s is read by transformers' own modules: %s", name, cause)
     if not check:

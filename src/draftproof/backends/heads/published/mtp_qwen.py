@@ -28,6 +28,7 @@ from draftproof.backends.lean.attention import Pass
 from draftproof.backends.lean.hybrid import HybridLean
 from draftproof.backends.lean.inputs import whole_product
 from draftproof.backends.lean.layers import Norm
+from draftproof.backends.lean.module_backend import pack_layers
 from draftproof.backends.lean.native_layers import NativeLayers
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.lean.traits import UnreadError
@@ -80,9 +81,11 @@ class HybridMtpNet(LayeredNet):
 
 
 def native_net(mtp: Any, target: SlotBackend) -> HybridMtpNet | None:
-    """The network by native code; None where transformers' own modules compute it."""
+    """The network by native code, packed as the target is; None where transformers' own modules compute it."""
     if not isinstance(target, LeanSnapshotBackend) or target.lean is None:
         return None
+    if target.packed:
+        pack_layers(mtp.layers)
     try:
         return HybridMtpNet(mtp, target.lean)
     except UnreadError as cause:

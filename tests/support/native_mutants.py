@@ -1,0 +1,84 @@
+"""Faults that are put into the C code on purpose: its tests must see each of them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from draftproof.native import build
+
+
+class CodeMutant(NamedTuple):
+    """One expression of the C code replaced by another one.
+
+    Attributes:
+        file: of the C code.
+        old: the expression; it is there once.
+        new: what stands in its place.
+        tests: a file of tests that must fail then.
+        unit: whether only levels with a matrix unit run the code.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: str
+    unit: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its name in reports."""
+        return f"{self.file}: {self.old} -> {self.new}"
+
+    def write(self, folder: Path) -> None:
+        """Write the C code with the fault into a new folder."""
+        shutil.copytree(build.SOURCES, folder)
+        path = folder / self.file
+        code = path.read_text(encoding="utf-8")
+        assert code.count(self.old) == 1, f"{self.name}: it is there {code.count(self.old)} times: write it again"
+        path.write_text(code.replace(self.old, self.new), encoding="utf-8")
+
+
+_NATIVE, _GGML, _MIXTURE = "native/test_native.py", "native/test_ggml.py", "backends/lean/test_mixture.py"
+_STATES, _QUANTIZED = "native/test_native_recurrent.py", "backends/products/test_quantized.py"
+_HYBRID, _KEYS = "backends/lean/test_hybrid.py", "backends/lean/test_rounded_kv.py"
+MUTANTS = (
+    CodeMutant("typed.h", "sqrtf(sum_of(squares) + least)", "sqrtf(sum_of(squares))", _NATIVE),
+    CodeMutant("typed.h", "splat(0.0713548163f)", "splat(0.0733548163f)", _NATIVE),
+    CodeMutant(
+        "typed.h",
+        "const long token = t->token + query / t->group, seen = a->visible[token] - t->start;",
+        "const long token = t->token + query / t->group, seen = a->visible[token] + 1 - t->start;",
+        _NATIVE,
+    ),
+    CodeMutant("ggml.h", "chosen_bits(higher, 4 - t, 0x10)", "chosen_bits(higher, 3 - t, 0x10)", _GGML),
+    CodeMutant(
+        "ggml.h", "load_half(steps + 32 * (f.groups + g))", "load_half(steps + 32 * (f.groups + (g ^ 1)))", _GGML
+    ),
+    CodeMutant("ggml_product.h", "largest_of(top) / 127, by", "largest_of(top) / 120, by", _GGML),
+    CodeMutant(
+        "matrix_bytes.h", "own = g % (2 * GROUPS_AHEAD)", "own = (g + 1) % (2 * GROUPS_AHEAD)", _GGML, unit=True
+    ),
+    CodeMutant("quantized.h", "splat(1.0f / 255)", "splat(1.0f / 250)", _QUANTIZED),
+    CodeMutant("quantized.h", "tiles[end - row][1](p, row, block);", "tiles[end - row][1](p, 0, block);", _QUANTIZED),
+    CodeMutant("rescore.h", "while (found < r->count)", "if (found > 1) found--;\n  while (found < r->count)", _NATIVE),
+    CodeMutant(
+        "rows.h",
+        "NAME(dots)(p, x, from + n * p->stride, made, rows, 1);",
+        "NAME(dots)(p, x, from, made, rows, 1);",
+        "native/test_rows.py",
+    ),
+    CodeMutant("mixture.h", "m->is_whole ? m->least : all", "m->is_whole ? 0 : all", _HYBRID),
+    CodeMutant("mixture.h", "left[e] > left[best] ? e", "left[e] < left[best] ? e", _MIXTURE),
+    CodeMutant("mixers.h", "if (t + 1 == span[2])", "if (t == span[2])", _HYBRID),
+    CodeMutant("recurrent.h", "if (t + 1 == s->first + s->mark)", "if (t == s->first + s->mark)", _HYBRID),
+    CodeMutant(
+        "recurrent.h",
+        "known[odd][c] = multiply_add(block[i + odd][c]",
+        "known[odd][c] = multiply_add(block[i][c]",
+        _STATES,
+    ),
+    CodeMutant("cache_bytes.h", "scale_for(largest_size(x, dim), 127)", "scale_for(largest_size(x, dim), 120)", _KEYS),
+)
+"""At least one for each kind of product, for attention, norms, gates, experts, states, and rounded keys."""
