@@ -309,12 +309,14 @@ class LayerArguments(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, InputsArguments) for name in ("qkv", "gate_up")),
         *((name, LinearArguments) for name in ("out", "down", "embedded_gate", "embedded_out")),
-        *((name, ctypes.c_void_p) for name in ("before", "mixed", "between", "made", "embedded", "turned", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("before", "mixed", "between", "made", "embedded")),
+        *((name, ctypes.c_void_p) for name in ("experts_in", "experts_out", "gated_out", "turned", "sinks")),
         ("mixture", ctypes.POINTER(MixtureArguments)),
         ("mixer", ctypes.POINTER(MixerArguments)),
         *((name, ctypes.c_int64) for name in ("size", "inner", "whole", "activation", "gates")),
         *((name, ctypes.c_int64) for name in ("own", "normed", "embedded_size", "embedded_first")),
-        *((f"{name}_least", ctypes.c_float) for name in ("before", "mixed", "between", "made", "embedded", "turned")),
+        *((f"{name}_least", ctypes.c_float) for name in ("before", "mixed", "between", "made", "embedded")),
+        *((f"{name}_least", ctypes.c_float) for name in ("experts_in", "experts_out", "gated_out", "turned")),
         *((name, ctypes.c_float) for name in ("out_factor", "down_factor", "leaving")),
     ]
 

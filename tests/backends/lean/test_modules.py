@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from draftproof.backends.base import Feed, rounding, unread
 from draftproof.backends.heads.published.assistant import AssistantBackend
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.hybrid import HybridLayer, HybridLean
-from draftproof.backends.lean.module_backend import LeanModulesBackend
+from draftproof.backends.lean.module_backend import LeanModulesBackend, why_unread
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.in_memory import backend_in_memory
 from draftproof.backends.loading.options import LoadOptions
@@ -43,6 +44,7 @@ SIZES = {
     "num_kv_shared_layers": 0,
     "hidden_size_per_layer_input": 0,
     "pad_token_id": 0,
+    "eos_token_id": None,
     "initializer_range": 0.1,
     "final_logit_softcapping": 2.0,
     "rope_parameters": {
@@ -50,17 +52,19 @@ SIZES = {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0},
     },
 }
+VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "tie_word_embeddings": False}
 SHARED = {"num_hidden_layers": 6, "layer_types": KINDS * 3, "num_kv_shared_layers": 3}
 FORMS = {
     "plain": {},  # heads of two sizes
-    "keys are values": {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "tie_word_embeddings": False},
+    "keys are values": VALUES,
     "embeddings": {"hidden_size_per_layer_input": 24},
     # transformers fails where keys are shared without embeddings in layers
     "shared keys": {**SHARED, "num_key_value_heads": 1, "hidden_size_per_layer_input": 8},
     "E2B": {**SHARED, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 24, "tie_word_embeddings": False},
     "one size": {"global_head_dim": 16, "final_logit_softcapping": None},
+    "26B": {**VALUES, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32},
 }
-FAST = ("keys are values", "E2B")
+FAST = ("keys are values", "E2B", "26B")
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -71,7 +75,7 @@ def model(name, dtype=torch.float32):
     source = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for place, weights in made.named_parameters():
-            if "norm" in place:
+            if "norm" in place or place.endswith("scale"):
                 weights.add_(0.3 * torch.randn(weights.shape, generator=source))
         for number, layer in enumerate(made.model.layers):
             layer.layer_scalar.fill_(0.75 + 0.125 * number)
@@ -97,6 +101,7 @@ def test_logits_are_those_of_transformers(name):
     assert (target.kind, rounding(target)) == ("lean", "")
     assert off(read(target, target.open(), IDS[:1], IDS[1:]), own(name)) < 1e-5
     double = copy.deepcopy(model(name)).double()
+    double.set_experts_implementation("eager")
     with torch.inference_mode():
         right = double(torch.tensor([IDS])).logits[0]
     assert off(read(target, target.open(), IDS[:1], IDS[1:]), right) < 1e-5
@@ -111,6 +116,10 @@ def test_logits_are_those_of_transformers(name):
         ("plain", "kind"),
         ("embeddings", "embedded"),
         ("E2B", "source"),
+        ("26B", "experts_in"),
+        ("26B", "experts_out"),
+        ("26B", "gated_out"),
+        ("26B", "scales"),
     ],
 )
 def test_other_layers_have_other_logits(name, part, monkeypatch):
@@ -127,6 +136,12 @@ def test_other_layers_have_other_logits(name, part, monkeypatch):
             self.leaving = 1.0
         elif part == "kind":
             self.kind = "full_attention"
+        elif part == "scales":
+            self.mixture.arguments.scales = None  # of the shares of experts
+        elif part == "experts_in":
+            self.experts_in = self.between
+        elif part in ("experts_out", "gated_out"):
+            getattr(self, part).scaled.fill_(8.0)  # that of weights of ones
 
     if part == "embedded":
         make = HybridLean.embedded
@@ -197,7 +212,10 @@ def test_weights_of_few_bits_are_those_of_the_modules(name, bits):
     with torch.inference_mode():
         few = target.model(torch.tensor([IDS])).logits[0]
     assert off(found, few) < 0.05, "inputs of 8 bits may be rounded to the next number"
-    assert 1e-3 < off(found, own(name)) < (0.1 if bits == 8 else 0.6)
+    most = {("26B", 8): 0.3, ("26B", 4): 1.0}.get(
+        (name, bits), 0.1 if bits == 8 else 0.6
+    )  # tokens choose other experts
+    assert 1e-3 < off(found, own(name)) < most
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -236,7 +254,7 @@ def test_keys_and_values_may_have_8_bits(name):
     target = packed(copy.deepcopy(model(name)), name=name, check=False)
     target.round_kv()
     whole = read(target, target.open(), IDS[:1], IDS[1:])
-    assert 1e-5 < off(whole, own(name)) < 0.05
+    assert 1e-5 < off(whole, own(name)) < (0.5 if name == "26B" else 0.05), "tokens choose other experts"
     session = target.open()
     assert torch.equal(torch.cat([read(target, session, [token]) for token in IDS]), whole)
     with pytest.raises(UserError, match="without kv_dtype int8"):
@@ -298,11 +316,52 @@ def test_loading_takes_it_by_itself_and_hf_may_be_named(tmp_path, caplog):
     assert {each.data_ptr() for each in mine.model.parameters()} == {each.data_ptr() for each in whole.parameters()}
 
 
-def test_what_is_not_known_is_read_by_transformers_own_modules(tmp_path, monkeypatch):
-    shape = {**SIZES, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
-    experts = random_model(transformers.Gemma4TextConfig(**shape))
-    assert type(backend_in_memory(experts)) is HFBackend
-    with pytest.raises(UserError, match=r"x has no lean forward: its layers have parts .*router.*; use backend hf"):
-        packed(experts, name="x")
+class OddRouter(type(model("26B").model.layers[0].router)):
+    """One that does something else with logits, shares or experts."""
+
+    how = ""
+
+    def forward(self, x):
+        probabilities, shares, chosen = super().forward(x)
+        if self.how == "shares":
+            return probabilities, shares * 1.5, chosen
+        if self.how == "experts":
+            return probabilities, shares, chosen.flip(-1)
+        return (probabilities**2 / (probabilities**2).sum(-1, keepdim=True)), shares, chosen
+
+
+@pytest.mark.parametrize("how", ["shares", "experts", "logits"])
+def test_another_router_is_seen(how):
+    odd = copy.deepcopy(model("26B"))
+    odd.model.layers[2].router.__class__ = OddRouter
+    odd.model.layers[2].router.how = how
+    assert "a native mixture like its Gemma4TextExperts computes something else" in why_unread(odd)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda layer: layer.router.register_buffer("bias", torch.zeros(8)), "its router has the parts bias, "),
+        (lambda layer: setattr(layer.router.norm, "eps", 0.5), "read rows with different norms"),
+        (lambda layer: layer.pre_feedforward_layernorm_2.weight.data[3:5].zero_(), "norm of .* experts read has zeros"),
+        (lambda layer: delattr(layer, "post_feedforward_layernorm_2"), "only a part of what experts .* need"),
+        (lambda layer: layer.add_module("mixer", torch.nn.Identity()), "have parts that are not known .*mixer"),
+    ],
+)
+def test_what_is_not_known_is_read_by_transformers_own_modules(change, why):
+    odd = copy.deepcopy(model("26B"))
+    change(odd.model.layers[1])
+    assert re.search(why, why_unread(odd))
+
+
+def test_what_is_not_known_may_not_be_named_lean():
+    odd = copy.deepcopy(model("26B"))
+    odd.model.layers[1].router.register_buffer("bias", torch.zeros(8))
+    assert type(backend_in_memory(odd)) is HFBackend
+    with pytest.raises(UserError, match=r"x has no lean forward: its router has the parts bias, .*; use backend hf"):
+        packed(odd, name="x")
+
+
+def test_without_native_operations_transformers_own_modules_read_it(monkeypatch):
     monkeypatch.setenv("DRAFTPROOF_NATIVE", "0")
     assert type(backend_in_memory(copy.deepcopy(model("E2B")))) is HFBackend

@@ -11,6 +11,7 @@ from draftproof.backends.base import Feed
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.quantized_modules import QuantizedLinear
 from draftproof.backends.lean.mixture import StoredMixture
+from draftproof.backends.lean.module_backend import LeanModulesBackend
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
@@ -44,16 +45,19 @@ MIXTURES = {
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**SHAPE, shared_expert_intermediate_size=128, **EXPERTS),
     "mixtral": lambda: transformers.MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
 }
+BESIDE = "gemma4, experts"  # beside the gated part of a layer
 RECURRENT = (*HYBRIDS, "qwen35moe", "lfm2moe", "granitehybrid, experts")
-ALL = (*RECURRENT, *DENSE, *MIXTURES)
+ALL = (*RECURRENT, *DENSE, *MIXTURES, BESIDE)
 
 
 def model_of(name):
+    if name == BESIDE:  # all experts are chosen: where each is a large share, another choice is another model
+        return module_model(name, top_k_experts=8)
     return module_model(name) if name in RECURRENT else random_model({**DENSE, **MIXTURES}[name](), seed=5)
 
 
 def rounded_of(name, bits):
-    kind = LeanSnapshotBackend if name in RECURRENT else HFBackend
+    kind = LeanSnapshotBackend if name in RECURRENT else LeanModulesBackend if name == BESIDE else HFBackend
     return rounded(kind(model_of(name), name=name), bits)
 
 
@@ -83,7 +87,8 @@ def with_numbers_of(backend, name):
             layer.bias = None if product.bias is None else torch.nn.Parameter(product.bias, requires_grad=False)
         elif isinstance(module, StoredMixture):
             block, bits = model.get_submodule(path), backend.facts.bits
-            for weight in (block.experts.gate_up_proj, block.experts.down_proj):
+            experts = block if name == BESIDE else block.experts
+            for weight in (experts.gate_up_proj, experts.down_proj):
                 weight.data.copy_(dense(rounded_matrix(weight.flatten(0, 1), bits)).view_as(weight))
             for each in getattr(block, "shared_expert", torch.nn.Module()).children():
                 if isinstance(each, torch.nn.Linear):
@@ -124,7 +129,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(name, bits, made):
     chain = TokenTree.chain(torch.tensor(IDS[1:]))
     for output in backend.forward([Feed(backend.open(), IDS[:1], chain) for _ in range(3)]):
         assert torch.equal(output.logits, whole)
-    assert (backend.rounding == "") is (name in RECURRENT), "by construction where all is native"
+    assert (backend.rounding == "") is (name in (*RECURRENT, BESIDE)), "by construction where all is native"
 
 
 def test_attention_of_torch_would_be_seen(made):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -26,8 +26,8 @@ from draftproof.backends.lean.inputs import Joint, product_of_layer, whole_produ
 from draftproof.backends.lean.layers import Lean, Norm, WholeNorm, norm_of_heads
 from draftproof.backends.lean.mixers import Mixer
 from draftproof.backends.lean.mixture import Mixture, StoredMixture
-from draftproof.backends.lean.mixture_modules import is_mixture, mixture_of
-from draftproof.backends.lean.native_layers import NativeLayers
+from draftproof.backends.lean.mixture_modules import Beside, is_mixture, mixture_of
+from draftproof.backends.lean.native_layers import BESIDE, NativeLayers
 from draftproof.backends.lean.rotary import Rope, Rotary
 from draftproof.backends.lean.traits import (
     LLAMA,
@@ -63,6 +63,7 @@ class FamilyNames:
         embedded: what adds a layer's own embeddings of tokens: the linear layer that makes gates, that behind them, the
             norm of what is added, and the activation; some models have them.
         experts: a mixture of experts beside the gated part; one may also stand in its place.
+        beside: where experts are beside the gated part without a module around them, what they need.
         factors: names of the numbers by which something is multiplied, where a family has them: `entering` and
             `divisor` or `logits` (of the model), `cap` (soft limit of the logits), `residual`, `mixed` and `attended`
             (of what parts of a layer add), `attention` (of what it reads), `keys`, `gates` and `down`, `leaving` (of
@@ -79,6 +80,7 @@ class FamilyNames:
     turned: tuple[str, ...] = ()
     embedded: tuple[str, ...] = ()
     experts: str = ""
+    beside: Beside | None = None
     factors: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -138,10 +140,17 @@ FAMILIES = (
         "down_proj",
         turned=("q_norm", "k_norm", "v_norm"),
         embedded=("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm", "act_fn"),
+        beside=Beside(
+            "experts",
+            "router",
+            "pre_feedforward_layernorm_2",
+            "post_feedforward_layernorm_2",
+            "post_feedforward_layernorm_1",
+        ),
         factors={"leaving": "layer_scalar", "cap": "config.final_logit_softcapping"},
     ),
 )
-"""LFM2; Qwen3-Next and Qwen3.5; Granite 4; Falcon-H1; and the first three with experts; Gemma 4 without experts."""
+"""LFM2; Qwen3-Next and Qwen3.5; Granite 4; Falcon-H1; Gemma 4; and all but Falcon-H1 with experts."""
 
 
 def family_of(model: Any) -> FamilyNames:
@@ -161,10 +170,20 @@ def family_of(model: Any) -> FamilyNames:
     for family in FAMILIES:
         layer = {*filter(None, (*family.norms, family.mixer)), family.gated}
         has_angles = any(hasattr(inner, name) for name in _ROTARY)
-        some = {"self_attn", family.experts, *family.embedded}
+        some = {"self_attn", family.experts, *family.embedded, *_names_of(family.beside)}
         if names - some == layer and has_angles and _has(inner, family.last):
             return family
     raise UnreadError(f"its layers have parts that are not known together here ({', '.join(sorted(names))})")
+
+
+def beside_of(layer: Any) -> Beside | None:
+    """Names of the experts of a layer and of what they need, where they are beside its gated part."""
+    known = (family.beside for family in FAMILIES if family.beside is not None)
+    return next((each for each in known if all(_has(layer, name) for name in astuple(each))), None)
+
+
+def _names_of(beside: Beside | None) -> tuple[str, ...]:
+    return () if beside is None else astuple(beside)
 
 
 class _Factors:
@@ -381,6 +400,7 @@ class HybridLayer:
         factors: of what attention and the gated part add to the hidden states.
         leaving: factor of what the layer makes.
         embedded: embeddings of tokens in this layer, if there are some.
+        experts_in, experts_out, gated_out: norms as of `Beside`, where the layer has experts beside its gated part.
     """
 
     sinks = None  # no family has these
@@ -428,16 +448,14 @@ class HybridLayer:
         self.gate_up: Joint | None = None
         self.down: PackedLinear | None = None
         gated = getattr(layer, family.gated)
-        self.mixture: Mixture | None = None
-        experts = getattr(layer, family.experts) if _has(layer, family.experts) else gated
-        if isinstance(experts, StoredMixture):
-            self.mixture = experts.mixture
-        elif is_mixture(experts):
-            self.mixture = mixture_of(experts)
-        elif experts is not gated:
-            raise UnreadError(f"there is no native mixture like its {type(experts).__name__}")
-        if gated is not experts or self.mixture is None:
+        self.mixture = _mixture_in(layer, family)
+        if not (isinstance(gated, StoredMixture) or is_mixture(gated)):
             self._read_gated(gated, family, factors["gates"])
+        beside = beside_of(layer)
+        self.experts_in, self.experts_out, self.gated_out = (
+            None if beside is None else Norm(getattr(layer, getattr(beside, name)), offset=traits.offset)
+            for name in BESIDE
+        )
         self.embedded = EmbeddedPart.of(layer, family.embedded, traits)
 
     def _read_attention(self, attention: Any, family: FamilyNames, factors: _Factors) -> None:
@@ -487,6 +505,24 @@ class HybridLayer:
         self.gate_up = Joint.of_modules(modules, factors=each)
         if self.gate_up.arguments.places != 2 * self.inner or self.down.weight.outs != self.size:
             raise UnreadError(f"its {type(gated).__name__} has other sizes than those of gates")
+
+
+def _mixture_in(layer: Any, family: FamilyNames) -> Mixture | None:
+    """The mixture of experts of a layer, in place of its gated part or beside it; None where there is none."""
+    beside, gated = beside_of(layer), getattr(layer, family.gated)
+    if beside is None and any(_has(layer, name) for name in _names_of(family.beside)):
+        raise UnreadError("its layers have only a part of what experts beside a gated part need")
+    experts = getattr(layer, family.experts) if _has(layer, family.experts) else gated
+    experts = experts if beside is None else getattr(layer, beside.experts)
+    if isinstance(experts, StoredMixture):
+        return experts.mixture
+    if beside is not None:
+        return mixture_of(layer, beside)
+    if is_mixture(experts):
+        return mixture_of(experts)
+    if experts is not gated:
+        raise UnreadError(f"there is no native mixture like its {type(experts).__name__}")
+    return None
 
 
 def _with_weight(norm: Any, size: int) -> Any:

@@ -369,9 +369,10 @@ class Layer:
         source: number of the layer whose keys and values it reads, its own.
         embedded: embeddings of tokens in the layer; no family here has some.
         leaving: factor of what the layer makes.
+        experts_in, experts_out, gated_out: norms where a layer has experts beside its gated part; no family here has.
     """
 
-    embedded = None
+    embedded = experts_in = experts_out = gated_out = None
     leaving = 1.0
 
     def __init__(

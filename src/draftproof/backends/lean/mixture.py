@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from draftproof import native
 from draftproof.backends.lean.inputs import Joint, linear_arguments, whole_product
-from draftproof.backends.lean.traits import LLAMA, Experts, Traits
+from draftproof.backends.lean.traits import LLAMA, Experts, Traits, UnreadError
 from draftproof.backends.products.packed_linear import PackedLinear, fuse, let_go, plain_of, repacked
 from draftproof.native.ggml import GGMLWeight, StoredMatrix, why_not_joined
 from draftproof.native.operations import ACTIVATIONS
 from draftproof.native.structures import LinearArguments, MixtureArguments
 from draftproof.native.tensors import LANES, Quantized
+
+_ZERO = 1e-6  # weights of a norm below it leave nothing of a number
 
 
 class Mixture:
@@ -107,6 +109,36 @@ class StoredMixture(nn.Module):
     def forward(self, x: Float[Tensor, "*rows dim"], *_: Any) -> Float[Tensor, "*rows dim"]:
         """What the experts make of every row, which they choose themselves."""
         return self.mixture(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+
+class NoRouter(nn.Module):
+    """In the place of a router beside experts that choose tokens themselves (`StoredMixture`)."""
+
+    def forward(self, x: Float[Tensor, "tokens dim"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Three tensors that nothing reads."""
+        return x, x, x
+
+
+def behind_norm(
+    router: Float[Tensor, "experts dim"],
+    scale: Float[Tensor, " dim"],
+    norm: Float[Tensor, " dim"],
+    dtype: torch.dtype,
+) -> Float[Tensor, "experts dim"]:
+    """The weight of a router that reads what its experts read, in place of the same rows with scales of its own.
+
+    Args:
+        router: its own weight.
+        scale: of the rows, normed without weights, that it reads.
+        norm: weights of the norm of what experts read.
+        dtype: of what is made.
+
+    Raises:
+        UnreadError: the norm has zeros.
+    """
+    if bool((norm.abs() < _ZERO).any()):
+        raise UnreadError("the norm of what its experts read has zeros")
+    return (router.float() * (scale.float() / norm.float())).to(dtype).contiguous()
 
 
 class _Experts:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 
 from draftproof import native
 from draftproof.backends.hf.native_modules import QuantizedExperts, says_experts
-from draftproof.backends.lean.mixture import Mixture
-from draftproof.backends.lean.traits import LLAMA, Experts, UnreadError, activation_of
+from draftproof.backends.hf.quantized_modules import QuantizedLinear
+from draftproof.backends.lean.mixture import Mixture, behind_norm
+from draftproof.backends.lean.traits import LLAMA, Experts, UnreadError, activation_of, eps_of
 from draftproof.native.operations import MOST_EXPERTS
 from draftproof.native.tensors import Quantized
 
@@ -28,7 +30,27 @@ _SAME = {torch.float32: 1e-5, torch.bfloat16: 3e-2}  # relative differences that
 _ROUNDED = 3e-2  # the same where the module rounds its inputs to 8 bits
 _LOW = -15.0  # logits of experts whose sigmoids are so small that what is added to their sum is seen
 _LEAST = (0.0, 1e-6)  # what may be added
+_ROUTED = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # the same of logits of experts without their mean
 _UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of modules that do not fit in
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Names of what a layer has where experts are beside its gated part, and no module is around them.
+
+    Attributes:
+        experts: module of the experts.
+        router: what chooses them, by rows that it norms itself without weights.
+        experts_in: norm of the same rows, for the experts.
+        experts_out: of what they make.
+        gated_out: of what the gated part makes, before both are added.
+    """
+
+    experts: str
+    router: str
+    experts_in: str
+    experts_out: str
+    gated_out: str
 
 
 def is_mixture(module: nn.Module) -> bool:
@@ -37,16 +59,20 @@ def is_mixture(module: nn.Module) -> bool:
 
 
 @torch.inference_mode()
-def mixture_of(block: Any) -> Mixture:
-    """The native mixture of a module; nothing is copied.
+def mixture_of(block: Any, beside: Beside | None = None) -> Mixture:
+    """The native mixture of a module; nothing is copied but a router that is beside its experts.
+
+    Args:
+        block: the module.
+        beside: names of its parts, where it is a layer with experts beside its gated part.
 
     Raises:
         UnreadError: a part that is not known here, or the mixture computes something else.
     """
     try:
-        parts = parts_of(block)
+        parts = parts_of(block, beside)
         made = native_mixture(parts, Experts(parts.count, parts.chosen), in_place=True)
-        made.route(routing_of(block, parts, made))
+        made.route(parts.routing(made))
     except _UNFIT as cause:
         raise UnreadError(f"its {type(block).__name__} has parts that do not fit together ({cause})") from cause
     return made
@@ -57,54 +83,32 @@ def native_mixture(parts: SimpleNamespace, experts: Experts, *, in_place: bool =
     experts = replace(experts, shared=parts.weighed, weighed=parts.weighed)
     traits = replace(LLAMA, experts=experts, activation=parts.activation, gate_up=("gate_up_proj",))
     like = torch.empty(0, dtype=parts.gate.weight.dtype)
-    return Mixture(parts, traits, like, biases=parts.biases, in_place=in_place)
+    return Mixture(parts, traits, like, parts.scales, parts.biases, in_place=in_place)
 
 
-def parts_of(block: Any) -> SimpleNamespace:
+def parts_of(block: Any, beside: Beside | None = None) -> SimpleNamespace:
     """What a mixture is made of, under the names that `Mixture` has; and what else is known of it.
+
+    Its `routing` says, of a native mixture of the parts, what the module's router does (`routing_of`). Arguments as of
+    `mixture_of`.
 
     Raises:
         UnreadError: a part that is not known here.
     """
+    if beside is not None:
+        return _parts_beside(*(getattr(block, name) for name in (beside.router, beside.experts, beside.experts_in)))
     (experts,) = (each for each in block.children() if says_experts(each))
-    if not experts.has_gate or experts.has_bias or experts.is_transposed:
-        raise UnreadError("its experts have biases, no gates, or their weights another way round")
     known = {"shared_expert", "shared_expert_gate"}
     others = {name for name, each in block.named_children() if each is not experts}
     routers = others - known
     if routers not in ({"gate"}, {"router"}) or others & known not in (set(), known):
         raise UnreadError(f"it has the parts {', '.join(sorted(others))}")
-    router, count, (_, size, inner) = (
-        block.get_submodule(routers.pop()),
-        int(experts.num_experts),
-        experts.down_proj.shape,
-    )
-    chosen = int(router.top_k)
-    if tuple(router.weight.shape) != (count, size) or not 1 <= chosen <= count <= MOST_EXPERTS:
-        raise UnreadError(f"its router chooses {chosen} experts by weights of {tuple(router.weight.shape)}")
-    weights = experts.gate_up_proj, experts.down_proj
-    shapes = [tuple(each.shape) for each in weights]
-    if shapes != [(count, 2 * inner, size), (count, size, inner)] or not all(each.is_contiguous() for each in weights):
-        raise UnreadError(f"its experts have weights of {' and '.join(map(str, shapes))}, or not one after another")
-    dtype = router.weight.dtype
-    if experts.down_proj.dtype != dtype:
-        raise UnreadError(f"its router has weights of {dtype}, and its experts of {experts.down_proj.dtype}")
-    if dtype not in _SAME or native.operations_for(router.weight) is None:
-        raise UnreadError(f"there are no native operations on {dtype}, or they are off ({native.VARIABLE})")
-    few = experts.quantized if isinstance(experts, QuantizedExperts) else {}
-    made = SimpleNamespace(
-        count=count,
-        chosen=chosen,
-        activation=activation_of(experts.act_fn),
-        biases=_biases_of(block, router, count),
-        factor=float(getattr(router, "routed_scaling_factor", 1.0)),
-        rounds=bool(few),
-        weighed=bool(others & known),
-        gate=_linear_of(router.weight),
-        experts=SimpleNamespace(
-            **{part: _experts(few.get(part), getattr(experts, part)) for part in ("gate_up_proj", "down_proj")}
-        ),
-    )
+    router, (count, size, _) = block.get_submodule(routers.pop()), experts.down_proj.shape
+    made = _experts_of(experts, router.weight, int(router.top_k))
+    made.biases = _biases_of(block, router, count)
+    made.factor = float(getattr(router, "routed_scaling_factor", 1.0))
+    made.weighed = bool(others & known)
+    made.routing = partial(routing_of, block, made)
     if made.weighed:
         made.shared_expert = block.shared_expert
         made.shared_expert_gate = block.shared_expert_gate
@@ -118,10 +122,102 @@ def parts_of(block: Any) -> SimpleNamespace:
     return made
 
 
-def _linear_of(weight: Float[Tensor, "out in"]) -> nn.Linear:
+def _experts_of(
+    experts: Any, router: Float[Tensor, "experts dim"], chosen: int, bias: Tensor | None = None
+) -> SimpleNamespace:
+    """Parts of experts of which a router with this weight chooses so many, without what else a mixture may have."""
+    if not experts.has_gate or experts.has_bias or experts.is_transposed:
+        raise UnreadError("its experts have biases, no gates, or their weights another way round")
+    count, (_, size, inner) = int(experts.num_experts), experts.down_proj.shape
+    if tuple(router.shape) != (count, size) or not 1 <= chosen <= count <= MOST_EXPERTS:
+        raise UnreadError(f"its router chooses {chosen} experts by weights of {tuple(router.shape)}")
+    weights = experts.gate_up_proj, experts.down_proj
+    shapes = [tuple(each.shape) for each in weights]
+    if shapes != [(count, 2 * inner, size), (count, size, inner)] or not all(each.is_contiguous() for each in weights):
+        raise UnreadError(f"its experts have weights of {' and '.join(map(str, shapes))}, or not one after another")
+    dtype = router.dtype
+    if experts.down_proj.dtype != dtype:
+        raise UnreadError(f"its router has weights of {dtype}, and its experts of {experts.down_proj.dtype}")
+    if dtype not in _SAME or native.operations_for(router) is None:
+        raise UnreadError(f"there are no native operations on {dtype}, or they are off ({native.VARIABLE})")
+    few = experts.quantized if isinstance(experts, QuantizedExperts) else {}
+    return SimpleNamespace(
+        count=count,
+        chosen=chosen,
+        activation=activation_of(experts.act_fn),
+        biases=None,
+        scales=None,
+        factor=1.0,
+        rounds=bool(few),
+        weighed=False,
+        gate=_linear_of(router, bias),
+        experts=SimpleNamespace(
+            **{part: _experts(few.get(part), getattr(experts, part)) for part in ("gate_up_proj", "down_proj")}
+        ),
+    )
+
+
+def _parts_beside(router: Any, experts: Any, norm: Any) -> SimpleNamespace:
+    """`parts_of` where they are parts of a layer.
+
+    The rows of the router are those of the experts but for scales, so its weight can take these.
+    """
+    size, eps = experts.down_proj.shape[1], eps_of(norm)
+    own = {name for name, _ in (*router.named_parameters(recurse=False), *router.named_buffers(recurse=False))}
+    own |= {name for name, _ in router.named_children()}
+    if own != {"norm", "proj", "scale", "per_expert_scale"}:
+        raise UnreadError(f"its router has the parts {', '.join(sorted(own))}")
+    if eps_of(router.norm) != eps:
+        raise UnreadError("its router and its experts read rows with different norms")
+    linear, like = router.proj, experts.down_proj
+    rounds = isinstance(linear, QuantizedLinear)
+    of_norm = norm(like.new_ones(1, size))[0] * (1 + eps) ** 0.5  # its weights, and what is added to them
+    weight, bias = (linear.product.dense(), linear.product.bias) if rounds else (linear.weight, linear.bias)
+    weight = behind_norm(weight, router.scale.float() * router.scalar_root_size, of_norm, like.dtype)
+    x = torch.randn((_ROWS, size), generator=torch.Generator().manual_seed(0)).to(like.dtype)
+    probabilities, shares, chosen = router(x)
+    made = _experts_of(experts, weight, chosen.shape[-1], bias)
+    made.scales = scales = router.per_expert_scale
+    if tuple(scales.shape) != (made.count,):
+        raise UnreadError(f"its router has scales of {tuple(scales.shape)}, for {made.count} experts")
+
+    def routing(mixture: Mixture) -> Experts:
+        read = norm(x)
+        logits = mixture.router(read).float()
+        top, first = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)  # of equal ones the first, as in C
+        top, first = top[:, : made.chosen], first[:, : made.chosen]
+        likeliest = probabilities.topk(made.chosen).values
+        pairs = (  # what the router makes of logits; these, up to what is added to all; and what experts make of both
+            (likeliest / likeliest.sum(-1, keepdim=True), shares / scales[chosen], _SAME[torch.float32]),
+            (_less_mean(probabilities.log()), _less_mean(logits), _ROUNDED if rounds else _ROUTED[like.dtype]),
+            (
+                experts(read, first, top / top.sum(-1, keepdim=True) * scales[first]),
+                mixture(read),
+                _ROUNDED if made.rounds else _SAME[like.dtype],
+            ),
+        )
+        if not all(_off(expected, found) <= most for expected, found, most in pairs):
+            raise UnreadError(f"a native mixture like its {type(experts).__name__} computes something else")
+        return Experts(made.count, made.chosen)
+
+    made.routing = routing
+    return made
+
+
+def _less_mean(rows: Float[Tensor, "rows out"]) -> Float[Tensor, "rows out"]:
+    return rows - rows.mean(-1, keepdim=True)
+
+
+def _off(expected: Tensor, found: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def _linear_of(weight: Float[Tensor, "out in"], bias: Tensor | None) -> nn.Linear:
     """A linear layer with a weight that is elsewhere, too."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
     made.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias.detach(), requires_grad=False)
     return made
 
 

@@ -20,7 +20,8 @@ from draftproof.native.structures import AttentionArguments, LayerArguments, Lay
 
 PRODUCTS = ("qkv", "out", "gate_up", "down")  # of a layer without experts
 _NONE = (None, None, None)  # buffers of a layer without keys and values
-NORMS = ("before", "mixed", "between", "made", "turned")  # by the names of LayerArguments
+BESIDE = ("experts_in", "experts_out", "gated_out")  # where experts and gates are added before `made`
+NORMS = ("before", "mixed", "between", "made", *BESIDE, "turned")  # by the names of LayerArguments
 
 
 def native_layers(layers: Sequence[Any]) -> NativeLayers | None:

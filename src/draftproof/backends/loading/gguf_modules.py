@@ -23,7 +23,7 @@ from draftproof.backends.heads.published.mtp_qwen import TYPES as PREDICTING
 from draftproof.backends.heads.published.mtp_qwen import empty_layer
 from draftproof.backends.hf.backend import HFBackend, StoredPrediction
 from draftproof.backends.lean.layers import Norm, gate_of
-from draftproof.backends.lean.mixture import Mixture, StoredMixture
+from draftproof.backends.lean.mixture import Mixture, NoRouter, StoredMixture, behind_norm
 from draftproof.backends.lean.module_backend import LeanModulesBackend, pack_layers, packing, why_unread
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.lean.traits import LLAMA, Experts, UnreadError
@@ -437,16 +437,8 @@ def _gemma4_sources(_: Any) -> dict[str, TensorSource | str]:
     }
 
 
-class _NoRouter(nn.Module):
-    """In the place of a router, where experts choose tokens themselves."""
-
-    def forward(self, x: Float[Tensor, "tokens dim"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Three tensors that nothing reads."""
-        return x, x, x
-
-
 def _without_router(layer: Any) -> None:
-    layer.router = _NoRouter()
+    layer.router = NoRouter()
 
 
 def _natively(inner: Any) -> None:
@@ -810,9 +802,7 @@ class _Filling:
             return False
         self._take(scale)
         own, of_experts = self._tensors.floats(scale), self._tensors.floats(norm)
-        if bool((of_experts.abs() < 1e-6).any()):
-            raise UnreadError(f"its {norm} has zeros")
-        router.weight = (plain_of(router.weight) * (own / of_experts * len(own) ** -0.5)).to(self._dtype)
+        router.weight = behind_norm(plain_of(router.weight), own * len(own) ** -0.5, of_experts, self._dtype)
         return True
 
     def _matrix(self, place: str, rows: Order | None = None) -> StoredMatrix | Tensor:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.hf.truncate import put, shallow
-from draftproof.backends.lean.mixture import Mixture, StoredMixture
-from draftproof.backends.lean.mixture_modules import is_mixture, native_mixture, parts_of, routing_of
+from draftproof.backends.lean.hybrid import beside_of
+from draftproof.backends.lean.mixture import Mixture, NoRouter, StoredMixture
+from draftproof.backends.lean.mixture_modules import Beside, is_mixture, native_mixture, parts_of
 from draftproof.backends.lean.traits import Experts, UnreadError
 from draftproof.backends.products.rounding import GROUP, rounded_matrix
 from draftproof.errors import UserError, reason
@@ -35,10 +37,14 @@ def with_rounded_experts(model: Any, bits: int, name: str) -> Any:
         return model
     copied: dict[str, Any] = {"": shallow(model)}
     for path, block in blocks.items():
+        beside = beside_of(block)
         try:
-            put(copied, path, StoredMixture(_rounded(block, bits)))
+            made = StoredMixture(_rounded(block, bits, beside))
         except (UnreadError, *_UNFIT) as cause:
             raise _refused(name, path, reason(cause)) from cause
+        put(copied, path if beside is None else f"{path}.{beside.experts}", made)
+        if beside is not None:
+            put(copied, f"{path}.{beside.router}", NoRouter())
     return copied[""]
 
 
@@ -49,11 +55,12 @@ def _refused(name: str, path: str, why: str) -> UserError:
     )
 
 
-def _rounded(block: Any, bits: int) -> Mixture:
+@torch.inference_mode()
+def _rounded(block: Any, bits: int, beside: Beside | None) -> Mixture:
     """The native mixture of a module, with rounded weights."""
-    parts = parts_of(block)
+    parts = parts_of(block, beside)
     whole = native_mixture(_unpacked(parts), Experts(parts.count, parts.chosen))
-    return native_mixture(_in_few_bits(parts, bits), routing_of(block, parts, whole))
+    return native_mixture(_in_few_bits(parts, bits), parts.routing(whole))
 
 
 def _unpacked(parts: SimpleNamespace) -> SimpleNamespace:

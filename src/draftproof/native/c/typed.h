@@ -972,6 +972,9 @@ typedef struct {
   NAME(linear) embedded_gate, embedded_out; /* of the layer's own embeddings of tokens, where it has some */
   const float *before, *mixed, *between, *made, *embedded; /* scaled norms before attention, of what it made, and so for the
                                                               gates, and of what the embeddings add; 0 where there is none */
+  const float *experts_in, *experts_out, *gated_out; /* where a mixture and gates are added before `made`: norms of what experts
+                                                        read, in place of `between`, of what they make, and of what gates do;
+                                                        or 0, all three */
   const float *turned;       /* those of the first heads of queries, keys and values; or 0 */
   const float *sinks;        /* of `attention` */
   const NAME(mixture) *mixture; /* in place of gate_up and down or, where these have a product, beside them; or 0 */
@@ -981,7 +984,8 @@ typedef struct {
   long gates;                /* of what attention makes, behind queries, keys and values: as many numbers, or 0 */
   long own, normed;          /* heads of its keys, 0 where it reads those of another layer; heads that have a norm */
   long embedded_size, embedded_first; /* numbers of its embedding of a token, and where they begin; 0 without */
-  float before_least, mixed_least, between_least, made_least, embedded_least, turned_least;
+  float before_least, mixed_least, between_least, made_least, embedded_least;
+  float experts_in_least, experts_out_least, gated_out_least, turned_least;
   float out_factor, down_factor; /* of what is added to x */
   float leaving;                 /* factor of what the layer makes */
 } NAME(layer);
@@ -1084,13 +1088,22 @@ static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, const se
   if (l->between) NAME(draftproof_norm)(x, l->between, normed, tokens, l->size, l->between_least, threads);
   given = l->between ? normed : x;
   if (l->mixture) {
-    NAME(draftproof_mixture)(l->mixture, given, made, tokens, both, threads);
-    NAME(join)(x, made, l->made, l->made_least, l->down_factor, tokens, l->size, threads);
+    if (l->experts_in) NAME(draftproof_norm)(x, l->experts_in, made, tokens, l->size, l->experts_in_least, threads);
+    NAME(draftproof_mixture)(l->mixture, l->experts_in ? made : given, made, tokens, both, threads);
+    if (l->gated_out)
+      NAME(draftproof_norm)(made, l->experts_out, made, tokens, l->size, l->experts_out_least, threads);
+    else
+      NAME(join)(x, made, l->made, l->made_least, l->down_factor, tokens, l->size, threads);
   }
   if (l->gate_up.count) {
     NAME(project)(&l->gate_up, given, both, rest, tokens, l->size, threads);
     NAME(draftproof_gated)(both, gated, tokens, l->inner, l->activation, threads);
-    NAME(apply_onto)(&l->down, gated, x, made, l->made, l->made_least, l->down_factor, tokens, l->size, l->inner, rest, threads);
+    if (l->gated_out) { /* added to what experts made; nothing reads `normed` any more */
+      NAME(apply_onto)(&l->down, gated, made, normed, l->gated_out, l->gated_out_least, 1.0f, tokens, l->size, l->inner, rest,
+                       threads);
+      NAME(join)(x, made, l->made, l->made_least, l->down_factor, tokens, l->size, threads);
+    } else
+      NAME(apply_onto)(&l->down, gated, x, made, l->made, l->made_least, l->down_factor, tokens, l->size, l->inner, rest, threads);
   }
   if (l->embedded_size) NAME(embed_onto)(l, e, x, work, tokens, threads);
   for (long i = 0; l->leaving != 1.0f && i < tokens * l->size; i += LANES)
