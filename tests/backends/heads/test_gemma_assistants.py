@@ -170,10 +170,11 @@ def assistant_for(folder, target, *, seed=12, kept=2, heads=2, dims=(8, 8)):
     return write(folder, {**fields, "text_config": config}, tensors)
 
 
-def test_keys_and_values_of_a_gguf_file_are_read(tmp_path):
+@pytest.mark.parametrize("name", ["gemma4", "gemma4, experts"])
+def test_keys_and_values_of_a_gguf_file_are_read(name, tmp_path):
     """They are in the places that backend hf has for them, although native attention writes them."""
     path = tmp_path / "x.gguf"
-    write_modules(path, module_model("gemma4"), "gemma4", (8,))
+    write_modules(path, module_model(name), name, (8,))
     few, dense = (
         read_modules(GGUFFile(path), name="few", dtype=torch.float32, activations=each) for each in ("int8", "float")
     )

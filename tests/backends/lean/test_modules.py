@@ -234,15 +234,16 @@ def test_shared_keys_take_no_memory_and_states_between_layers_are_those_of_trans
     assert target.cache.token_nbytes == modules.cache.token_nbytes
 
 
-def test_new_weights_are_read():
-    target, other = packed(copy.deepcopy(model("E2B")), name="x", check=False), disturbed(model("E2B"))
+@pytest.mark.parametrize("name", ["E2B", "26B"])
+def test_new_weights_are_read(name):
+    target, other = packed(copy.deepcopy(model(name)), name="x", check=False), disturbed(model(name))
     with torch.inference_mode():
         expected = other(torch.tensor([IDS])).logits[0]
     assert off(read(target, target.open(), IDS[:1], IDS[1:]), expected) > 1e-3
     made = target.with_weights(other)
     assert off(read(made, made.open(), IDS[:1], IDS[1:]), expected) < 1e-5
     assert rounding(made) == ""
-    again = LeanModulesBackend(copy.deepcopy(model("E2B")), name="x").with_weights(other.state_dict())
+    again = LeanModulesBackend(copy.deepcopy(model(name)), name="x").with_weights(other.state_dict())
     assert off(read(again, again.open(), IDS[:1], IDS[1:]), expected) < 1e-5
     lacking = {name: each for name, each in other.state_dict().items() if "layers.1.mlp" not in name}
     with pytest.raises(UserError, match=r"the new weights lack model\.layers\.1\.mlp"):
@@ -263,13 +264,14 @@ def test_keys_and_values_may_have_8_bits(name):
         LeanModulesBackend(model(name), name=name, check=False).round_kv()
 
 
-def test_the_first_layers_may_draft():
-    target, modules = backend("plain"), HFBackend(copy.deepcopy(model("plain")), name="plain", check=False)
+@pytest.mark.parametrize("name", ["plain", "26B"])
+def test_the_first_layers_may_draft(name):
+    target, modules = backend(name), HFBackend(copy.deepcopy(model(name)), name=name, check=False)
     first, expected = target.first_layers(2), modules.first_layers(2)
     assert (type(first), first.cache) == (LeanModulesBackend, target.cache)
     found, right = (read(each, each.open(), IDS[:1], IDS[1:]) for each in (first, expected))
     assert off(found, right) < 1e-5
-    assert off(found, own("plain")) > 1e-2
+    assert off(found, own(name)) > 1e-2
 
 
 @pytest.mark.parametrize("name", FAST)
