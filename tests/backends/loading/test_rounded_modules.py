@@ -57,7 +57,9 @@ def model_of(name):
 
 
 def rounded_of(name, bits):
-    kind = LeanSnapshotBackend if name in RECURRENT else LeanModulesBackend if name == BESIDE else HFBackend
+    if name == BESIDE:
+        return rounded(LeanModulesBackend(model_of(name), pack=True, name=name), bits)
+    kind = LeanSnapshotBackend if name in RECURRENT else HFBackend
     return rounded(kind(model_of(name), name=name), bits)
 
 
