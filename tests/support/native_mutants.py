@@ -62,7 +62,7 @@ MUTANTS = (
     ),
     CodeMutant("quantized.h", "splat(1.0f / 255)", "splat(1.0f / 250)", _QUANTIZED),
     CodeMutant("quantized.h", "tiles[end - row][1](p, row, block);", "tiles[end - row][1](p, 0, block);", _QUANTIZED),
-    CodeMutant("rescore.h", "while (found < r->count)", "if (found > 1) found--;\n  while (found < r->count)", _NATIVE),
+    CodeMutant("rescore.h", "if (passes(kept[i], &least))", "if (i && passes(kept[i], &least))", _QUANTIZED),
     CodeMutant(
         "rows.h",
         "NAME(dots)(p, x, from + n * p->stride, made, rows, 1);",

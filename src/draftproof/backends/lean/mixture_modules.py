@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from draftproof import native
 from draftproof.backends.hf.native_modules import QuantizedExperts, says_experts
@@ -31,6 +32,7 @@ _ROUNDED = 3e-2  # the same where the module rounds its inputs to 8 bits
 _LOW = -15.0  # logits of experts whose sigmoids are so small that what is added to their sum is seen
 _LEAST = (0.0, 1e-6)  # what may be added
 _ROUTED = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # the same of logits of experts without their mean
+_KNOWN: Any = WeakIdKeyDictionary()  # by a router's weight: kinds of its modules, and what it does
 _UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of modules that do not fit in
 
 
@@ -108,7 +110,7 @@ def parts_of(block: Any, beside: Beside | None = None) -> SimpleNamespace:
     made.biases = _biases_of(block, router, count)
     made.factor = float(getattr(router, "routed_scaling_factor", 1.0))
     made.weighed = bool(others & known)
-    made.routing = partial(routing_of, block, made)
+    made.routing = partial(_known_routing, block, made, router.weight, (type(block), type(router), type(experts)))
     if made.weighed:
         made.shared_expert = block.shared_expert
         made.shared_expert_gate = block.shared_expert_gate
@@ -244,6 +246,16 @@ def _kinds(parts: SimpleNamespace) -> Iterator[Experts]:
         for least in _LEAST if sigmoid and whole else (0.0,):
             if sigmoid or parts.biases is None:
                 yield replace(experts, sigmoid=sigmoid, whole=whole, least=least)
+
+
+def _known_routing(
+    block: Any, parts: SimpleNamespace, weight: Tensor, kinds: tuple[type, ...], mixture: Mixture
+) -> Experts:
+    """`routing_of`, which is asked several times while a model is loaded, and takes a second for some layers."""
+    known: tuple[tuple[type, ...], Experts] | None = _KNOWN.get(weight)
+    if known is None or known[0] != kinds:
+        known = _KNOWN[weight] = kinds, routing_of(block, parts, mixture)
+    return known[1]
 
 
 @torch.inference_mode()
