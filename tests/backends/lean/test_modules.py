@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 import transformers
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed, rounding, unread
@@ -301,5 +302,10 @@ def test_what_is_not_known_is_read_by_transformers_own_modules(tmp_path, monkeyp
     assert type(backend_in_memory(experts)) is HFBackend
     with pytest.raises(UserError, match=r"x has no lean forward: its layers have parts .*router.*; use backend hf"):
         LeanModulesBackend(experts, name="x")
+    bare = copy.deepcopy(model("E2B"))
+    bare.model.norm = OlmoLayerNorm(SIZES["hidden_size"]).eval()
+    assert type(backend_in_memory(bare)) is HFBackend
+    with pytest.raises(UserError, match="its OlmoLayerNorm is not a norm with weights only"):
+        LeanModulesBackend(bare, name="x")
     monkeypatch.setenv("DRAFTPROOF_NATIVE", "0")
     assert type(backend_in_memory(copy.deepcopy(model("E2B")))) is HFBackend
