@@ -33,7 +33,8 @@ CANNOT_BE_MADE = {  # where the exception does not say why
 OVERRIDES = {
     **each(ENCODERS, _DECODER),
     **each(
-        "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_linear minicpm3 sarvam_mla youtu",
+        "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_linear minicpm3 sarvam_mla "
+        "youtu",
         _LATENT,
     ),
     "bailing_hybrid": {**_LATENT, "first_k_dense_replace": 1},
