@@ -120,7 +120,6 @@ OVERRIDES = {
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 2,
         "swa_head_dim": 16,
-        "unpadded_vocab_size": 101,
         "n_layers_per_attn_res_block": 1,
         "loop_layer_index_start": 1,
         "loop_layer_index_end": 2,
