@@ -17,6 +17,12 @@ LOWEST = (
     ),
     *("tests/server/test_server.py", "tests/server/test_server_schema.py", "tests/server/test_responses.py"),
 )
+NEWEST = (  # what reads transformers' and torch's own objects, and the server
+    *("tests/backends/hf", "tests/backends/recurrent", "tests/backends/heads", "tests/backends/loading"),
+    *("tests/backends/test_architectures.py", "tests/backends/test_backends.py", "tests/backends/cache"),
+    *("tests/backends/products", "tests/backends/lean", "tests/native", "tests/engine", "tests/drafters"),
+    *("tests/integrations", "tests/training", "tests/models", "tests/cli", "tests/server"),
+)
 PYTHONS = ("3.12", "3.13", "3.14")  # beside the oldest, which all other sessions run on
 SHORT = (
     *("tests/test_sampling.py", "tests/test_finish.py", "tests/test_files.py", "tests/stoppers/test_stoppers.py"),
@@ -80,6 +86,14 @@ def lowest(session: nox.Session) -> None:
     session.install("uv")
     session.run("uv", "pip", "install", "--resolution", "lowest-direct", "-e", ".[dev]")
     session.run("pytest", *(session.posargs or LOWEST), env={"HF_HUB_OFFLINE": "1", "GOMP_SPINCOUNT": "0"})
+
+
+@nox.session(venv_backend="venv")
+def newest(session: nox.Session) -> None:
+    """A part of the suite with the newest versions that pyproject.toml allows; arguments, if any, name other tests."""
+    session.install("uv")
+    session.run("uv", "pip", "install", "--resolution", "highest", "--upgrade", "-e", ".[dev]")
+    session.run("pytest", *(session.posargs or NEWEST), env={"HF_HUB_OFFLINE": "1", "GOMP_SPINCOUNT": "0"})
 
 
 @nox.session(python=PYTHONS, venv_backend="venv")

@@ -21,6 +21,7 @@ from draftproof.backends.base import Feed, unread
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend, supports
+from draftproof.backends.model_info import cache_name
 from draftproof.provenance import run_facts
 from draftproof.results import Results, median_and_range, table
 from draftproof.theory.lengths import iid_block_efficiency
@@ -143,12 +144,12 @@ class OwnSteps:
     """
 
     def __init__(self, model: Any, tokens: list[int]) -> None:
-        self._model = model
-        self._cache = model(input_ids=torch.tensor([tokens]), use_cache=True, logits_to_keep=1).past_key_values
+        self._model, self._name = model, str(cache_name(model))
+        self._cache = model(input_ids=torch.tensor([tokens]), use_cache=True, logits_to_keep=1)[self._name]
 
     def step(self) -> None:
         """One token."""
-        self._model(input_ids=torch.tensor([[7]]), past_key_values=self._cache, use_cache=True)
+        self._model(input_ids=torch.tensor([[7]]), use_cache=True, **{self._name: self._cache})
 
 
 @torch.inference_mode()

@@ -28,6 +28,7 @@ FAMILIES = {
     "phi3, rope longrope": TREES,
     "qwen3, window from layer 1": CHAINS,
 }
+LATER = {"dory": ("model",), "sarvam_mla": ("chains:2",)}  # of later versions of transformers than the pinned one
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -36,6 +37,15 @@ def test_a_few_families_generate_what_transformers_generates(name):
     assert (result.outcome, result.detail) == ("exact", "")
     assert set(FAMILIES[name]) == {run.partition(", ")[2] for run in result.compositions}
     assert all(0 < accepted < 1 for accepted in result.acceptance.values()), "drafts must be rejected now and then"
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_families_of_later_versions_generate_what_transformers_generates(name):
+    if name not in EVERY:
+        pytest.skip("this version of transformers does not have it")
+    result = check(EVERY[name], compositions=LATER[name])
+    assert (result.outcome, result.detail) == ("exact", "")
+    assert set(LATER[name]) == {run.partition(", ")[2] for run in result.compositions}
 
 
 def test_a_model_with_states_of_its_own_is_decoded_plainly():

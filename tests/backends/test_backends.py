@@ -1,5 +1,6 @@
 """Every row a backend returns equals a forward pass from scratch, whatever was read, kept, closed or grown before."""
 
+import copy
 import random
 from itertools import product
 
@@ -8,16 +9,19 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from draftproof import UserError
 from draftproof.backends.base import Feed, Session, unread
 from draftproof.backends.cache import passes
 from draftproof.backends.hf.backend import HFBackend
+from draftproof.backends.model_info import cache_names
 from draftproof.tree import TokenTree
 from support.helpers import CONFIGS, backend, embedded_model, random_model
 from support.programs import Mistakes, Program, run_program
 
 ARCHITECTURES = ["target", *CONFIGS]
+LAYERS = 2  # of each of CONFIGS
 
 
 def run_programs(seeds, under_test):
@@ -30,6 +34,30 @@ def run_programs(seeds, under_test):
 @given(seed=st.integers(0, 2**32))
 def test_any_program_of_reads_and_rollbacks_reproduces_plain_forward_passes(name, seed):
     assert run_program(seed, backend(name)) > 0
+
+
+class TwiceLayer(LlamaDecoderLayer):
+    """A layer that is run twice, each time with keys and values of its own, as Dory does it (transformers 5.24)."""
+
+    def forward(self, *args, **kwargs):
+        for name in cache_names():
+            cache = kwargs.get(name)
+            if cache is not None and len(cache.layers) == LAYERS:
+                cache.layers += [copy.deepcopy(each) for each in cache.layers]
+        first = super().forward(*args, **kwargs)
+        self.self_attn.layer_idx += LAYERS
+        try:
+            return super().forward(first, *args[1:], **kwargs)
+        finally:
+            self.self_attn.layer_idx -= LAYERS
+
+
+def test_layers_may_be_run_several_times_in_a_pass():
+    model = random_model(CONFIGS["llama"]())
+    assert len(model.model.layers) == LAYERS
+    for layer in model.model.layers:
+        layer.__class__ = TwiceLayer
+    assert run_program(0, HFBackend(model)) > 0
 
 
 @pytest.mark.parametrize("name", ["target", "gemma3", "gpt2"])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -38,14 +39,15 @@ def cache_name(model: Any) -> str | None:
 
 
 def states_only(model: Any) -> bool:
-    """Whether a model takes transformers' cache and keeps states alone in it, without keys and values."""
-    from transformers import DynamicCache
+    """Whether a model keeps states alone in its cache, without keys and values; xLSTM does so in a class of its own."""
+    from transformers import DynamicCache, cache_utils
 
-    name = cache_name(model)
-    library: Any = DynamicCache
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        return False
-    return name == "cache_params" or (name == "cache" and all(library(config=model.config).is_linear))
+    name, library = cache_name(model), cast("Any", DynamicCache)
+    taken = inspect.signature(model.forward).parameters
+    if name != "cache" or "position_ids" in taken:
+        return name == "cache_params" and "position_ids" not in taken
+    kinds = re.findall(r"\b\w+Cache\b", str(taken[name].annotation))
+    return any(not hasattr(cache_utils, kind) for kind in kinds) or all(library(config=model.config).is_linear)
 
 
 def refuse_unsuitable(model: Any, name: str) -> None:

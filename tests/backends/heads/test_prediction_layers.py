@@ -11,7 +11,7 @@ from transformers.modeling_layers import MtpModel
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed, Session
-from draftproof.backends.heads.published.mtp import mtp_backend
+from draftproof.backends.heads.published.mtp import _load, mtp_backend
 from draftproof.backends.heads.published.mtp_head import mtp_head_backend
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
@@ -19,6 +19,7 @@ from draftproof.engine.registry import make_drafter, make_verifier
 from support import published
 from support.helpers import assert_output_distribution, random_model
 from support.published import DATA
+from support.qwen_mtp import in_blocks
 
 PROVENANCE = json.loads((DATA / "provenance.json").read_text())
 IDS, STEPS = PROVENANCE["tokens"], PROVENANCE["steps"]
@@ -62,6 +63,24 @@ def test_greedy_output_equals_transformers_token_for_token(tmp_path, monkeypatch
     )
     assert [list(out.token_ids) for out in outs] == expected
     assert sum(out.stats.num_draft_tokens for out in outs) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [("glm4_moe", "model.layers.2.self_attn.o_proj"), ("mellum", "mtp.layers.0.self_attn.o_proj")]
+)
+def test_layers_in_fp8_are_read_with_their_scales_where_transformers_forgot_how_it_read_the_model(
+    tmp_path, monkeypatch, name, place
+):
+    """As it does from 5.24 on; a layer without them drafts badly, and no output would show it."""
+    published.predicting(tmp_path, name, monkeypatch)
+    in_blocks(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    scales = stored[f"{place}.weight_scale_inv"].repeat_interleave(16, 0).repeat_interleave(16, 1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    vars(model).pop("_weight_conversions", None)
+    found = _load(HFBackend(model, name=name)).layers[0].mtp_block.self_attn.o_proj.weight
+    assert torch.allclose(found, stored[f"{place}.weight"].float() * scales)
+    assert not torch.allclose(scales, torch.ones(()), atol=0.5)
 
 
 def test_layers_after_a_rejection_are_those_of_a_fresh_session(tmp_path, monkeypatch):

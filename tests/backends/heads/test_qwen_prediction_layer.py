@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed, Session, unread
-from draftproof.backends.heads.published.mtp import MtpNet, mtp_backend
+from draftproof.backends.heads.published.mtp import MtpNet, _as_loaded, mtp_backend
 from draftproof.backends.heads.published.mtp_head import mtp_head_backend
 from draftproof.backends.heads.published.mtp_qwen import HybridMtpNet
 from draftproof.backends.hf.generate import PlainBackend
@@ -152,6 +152,16 @@ def test_a_layer_in_fp8_has_the_numbers_of_its_blocks(name, tmp_path):
     assert all(out.stats.num_draft_tokens > out.stats.num_drafts > 10 for out in outs)
 
 
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next"])
+def test_the_scales_of_a_layer_are_read_where_transformers_forgot_how_it_read_the_model(name, tmp_path):
+    """As it does from 5.24 on; without its scales the layer would be refused, which the next test shows."""
+    folder = written(tmp_path, name)
+    in_blocks(folder)
+    target = target_of(folder)
+    vars(target.model).pop("_weight_conversions", None)
+    assert mtp_backend(target).deepest is None
+
+
 def _dequantizes_alone(conversion):
     names = [type(each).__name__ for each in getattr(conversion, "operations", [])]
     return names == ["Fp8Dequantize"]
@@ -164,8 +174,8 @@ def test_a_layer_in_fp8_that_was_read_without_its_scales_is_refused(name, tmp_pa
     in_blocks(folder)
     target = target_of(folder)
     assert mtp_backend(target).deepest is None
-    kept = [each for each in target.model._weight_conversions if not _dequantizes_alone(each)]
-    target.model._weight_conversions = kept
+    read = _as_loaded(target.model)._weight_conversions
+    target.model._weight_conversions = [each for each in read if not _dequantizes_alone(each)]
     with pytest.raises(UserError, match="was read without its scales"):
         mtp_backend(target)
 

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import transformers
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed, rounding, unread
@@ -362,6 +363,14 @@ def test_what_is_not_known_may_not_be_named_lean():
     assert type(backend_in_memory(odd)) is HFBackend
     with pytest.raises(UserError, match=r"x has no lean forward: its router has the parts bias, .*; use backend hf"):
         packed(odd, name="x")
+
+
+def test_a_last_norm_without_weights_is_not_known():
+    bare = copy.deepcopy(model("E2B"))
+    bare.model.norm = OlmoLayerNorm(SIZES["hidden_size"]).eval()
+    assert type(backend_in_memory(bare)) is HFBackend
+    with pytest.raises(UserError, match="its OlmoLayerNorm is not a norm with weights only"):
+        packed(bare, name="x")
 
 
 def test_without_native_operations_transformers_own_modules_read_it(monkeypatch):

@@ -16,6 +16,7 @@ from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.lean.graph_backend import GraphForward
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
+from draftproof.backends.model_info import cache_name
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.none import NoDrafter
@@ -71,9 +72,10 @@ def test_logits_are_those_of_transformers_over_rounded_keys_and_values(name, nat
     ids = TOKENS[:24]
     tree = TokenTree.chain(torch.tensor(ids[1:]))
     found = made.forward([Feed(made.open(), ids[:1], tree)])[0].logits
+    whole = model(name, torch.float32)
     with torch.inference_mode():
         theirs, plain = (
-            model(name, torch.float32)(torch.tensor([ids]), past_key_values=cache).logits[0]
+            whole(torch.tensor([ids]), **{cache_name(whole): cache}).logits[0]
             for cache in (RoundingCache(), transformers.DynamicCache())
         )
     # a number on the border of two steps may be rounded to either side

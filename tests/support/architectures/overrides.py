@@ -15,6 +15,7 @@ _LATENT = {
     "head_dim": ...,
     "num_key_value_heads": 4,
 }  # heads of latent attention are made of two parts, as many as of queries
+_LOOPED = {"num_hidden_layers": 3}  # the one in the middle reads several times in a pass
 _SMALL_IMAGES = {"image_size": 32, "patch_size": 16, "hidden_size": 16, "intermediate_size": 16}
 _DECODER = {"is_decoder": True}
 ENCODERS = (
@@ -32,7 +33,9 @@ CANNOT_BE_MADE = {  # where the exception does not say why
 OVERRIDES = {
     **each(ENCODERS, _DECODER),
     **each(
-        "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_linear minicpm3 youtu", _LATENT
+        "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_linear minicpm3 sarvam_mla "
+        "youtu",
+        _LATENT,
     ),
     "bailing_hybrid": {**_LATENT, "first_k_dense_replace": 1},
     "bamba": {"attn_layer_indices": [1]},
@@ -76,6 +79,12 @@ OVERRIDES = {
         "swa_qk_nope_head_dim": 16,
         "swa_v_head_dim": 16,
     },
+    "dory": {
+        **_LOOPED,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "n_input_layers": 1,
+        "n_output_layers": 1,
+    },
     "doge": {"sliding_window": None, "keep_window_size": 10},
     "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1, "max_window_layers": 1},
     "falcon_h1": {"mamba_d_ssm": 128},
@@ -104,6 +113,17 @@ OVERRIDES = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "inkling2_loop_text": {
+        **_LOOPED,
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+        "rel_extent": 32,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 16,
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 2,
+    },
     "inkling2_text": {"rel_extent": 32},
     "inkling_text": {"rel_extent": 32, "logits_mup_width_multiplier": 1.0},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},

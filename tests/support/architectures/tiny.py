@@ -18,7 +18,7 @@ MOST_PARAMETERS = 3_000_000
 
 
 SIZES = {
-    **each("vocab_size decoder_vocab_size vocab_size_per_layer_input", VOCAB),
+    **each("vocab_size unpadded_vocab_size decoder_vocab_size vocab_size_per_layer_input", VOCAB),
     **each("hidden_size d_model n_embd embedding_size emb_dim embedding_dim word_embed_proj_dim lru_width", 64),
     **each(
         "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dff dim_ff d_inner ffn_hidden_size "

@@ -229,6 +229,7 @@ VARIANTS = {
         "mixed layers": {"max_window_layers": 1, "layer_types": [FULL, SLIDING]},
         "all layers sliding": ALL_SLIDING,
     },
+    "dory": {"keys and values of the last loop": {"recurrent_kv_cache_mode": "last_loop"}},
     "laguna": {"mixed layers": MIXED},
     "mellum": {"mixed layers": MIXED, "all layers sliding": ALL_SLIDING},
     "zaya": {"a window": {"layer_types": ["hybrid", "hybrid_sliding"]}},

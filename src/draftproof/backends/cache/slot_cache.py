@@ -467,6 +467,7 @@ class CacheView:
 
     is_compileable = False
     is_sliding = (False,)
+    layers = ()  # families that read some layers several times append copies where they find one for each layer
 
     def __init__(self, cache: SlotCache, plan: WritePlan, *, counts: bool = False) -> None:
         self._cache = cache

@@ -235,6 +235,7 @@ class HybridLean(Lean):
         if windows.kinds - {FULL, SLIDING, *RECURRENT}:
             raise UnreadError(f"its attention is of kinds that are not known here ({', '.join(sorted(windows.kinds))})")
         last = getattr(inner, family.last)
+        offset = offset_of(last)
         others = {str(each.weight.dtype) for each in model.modules() if type(each) is nn.Linear} - {
             str(last.weight.dtype)
         }
@@ -242,7 +243,7 @@ class HybridLean(Lean):
             raise UnreadError(
                 f"its linear layers have weights of {', '.join(others)}, and norms of {last.weight.dtype}"
             )
-        offset, factors = offset_of(last), _Factors(model, family)
+        factors = _Factors(model, family)
         attentions = {number: layer.self_attn for number, layer in enumerate(inner.layers) if _has(layer, "self_attn")}
         if not attentions:
             raise UnreadError("none of its layers attends")

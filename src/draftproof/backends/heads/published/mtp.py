@@ -23,7 +23,8 @@ from draftproof.backends.heads.published import mtp_qwen
 from draftproof.backends.heads.published.steps import StepsBackend
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.native_modules import natively
-from draftproof.backends.model_info import cache_name
+from draftproof.backends.hf.truncate import shallow
+from draftproof.backends.model_info import cache_name, quantization_method
 from draftproof.errors import UserError, reason
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -126,7 +127,7 @@ def _load(target: SlotBackend) -> Any:
     if not count:
         raise _none(target)
     try:
-        made = MtpModel.from_pretrained(model, device_map={"": target.device})
+        made = MtpModel.from_pretrained(_as_loaded(model), device_map={"": target.device})
     except Exception as cause:
         raise UserError(
             f"drafter mtp: the prediction layers of {target.name} cannot be read ({reason(cause)}): expected "
@@ -135,6 +136,30 @@ def _load(target: SlotBackend) -> Any:
     if own:
         mtp_qwen.refuse_left(made, model, target.name)
     return made.requires_grad_(requires_grad=False).train(mode=False)
+
+
+def _as_loaded(model: Any) -> Any:
+    """The model with the conversions by which transformers has read its weights, where it has forgotten them.
+
+    The weights of its layers are read by the same ones. From 5.24 on, it drops them from a model whose quantized
+    weights were made whole while it was loaded, and a layer would then be read without its scales.
+    """
+    if getattr(model, "_weight_conversions", None) is not None or quantization_method(model) is not None:
+        return model
+    from transformers import PretrainedConfig
+
+    stated = PretrainedConfig.get_config_dict(model.config.name_or_path)[0].get("quantization_config")
+    if stated is None:
+        return model
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
+
+    asked: Any = AutoQuantizationConfig.from_dict(stated)
+    asked.dequantize = True
+    quantizer = AutoHfQuantizer.from_config(asked, pre_quantized=True)
+    twin = shallow(model)
+    twin._weight_conversions = get_model_conversion_mapping(twin, hf_quantizer=quantizer)  # noqa: SLF001
+    return twin
 
 
 def _none(target: SlotBackend) -> UserError:
