@@ -43,6 +43,8 @@ def test_all_operations_are_described(served):
 def test_answers_are_as_described(served, name):
     operations, server = served
     sent = schema_checks.check(operations[name], 30)
+    if 200 not in sent:  # which requests are made depends on the modules that are loaded, and most have odd numbers
+        sent += schema_checks.check(operations[name], 10, fields=schema_checks.st.just(("no more fields", {})))
     assert 200 in sent or name == "GET /v1/models/{name}"
     until(lambda: not server.worker._open)
     assert server.worker.ready
