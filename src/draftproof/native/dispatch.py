@@ -1,7 +1,7 @@
 """The choice of native operations: whether C computes, and with the build for which level of processors.
 
 A row's outputs are the same bits whatever other rows are in the batch, so a token's logits do not depend on the batch
-in which it is verified. docs/log.md has their speed. The variable DRAFTPROOF_NATIVE may be
+in which it is verified. docs/log/processors.md has their speed. The variable DRAFTPROOF_NATIVE may be
     auto    (the default) the best build for this processor; not for bfloat16 where the processor has a matrix
             unit (AMX) and the build does not use it, since oneDNN does. Elsewhere torch's operations are used, with a
             warning where the build fails or its results are wrong;

@@ -299,7 +299,7 @@ class ServerAudit:
         """The sampled tokens, with the token that ended the answer; None where the server does not return them.
 
         The text encoded again is no substitute: a right server often samples tokens that the tokenizer would not write
-        the text with, and such an audit would accuse it (docs/log.md).
+        the text with, and such an audit would accuse it (docs/log/server.md).
         """
         if reply.tokens is None:
             return None
