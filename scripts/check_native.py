@@ -6,6 +6,7 @@
     python scripts/check_native.py emulate x86-64-v4-amx portable    some levels only
     python scripts/check_native.py emulate --out docs/results/emulated    writes the tests of each file, too
     python scripts/check_native.py mutants           faults in the code, each of which some tests must see
+    python scripts/check_native.py mutants ggml.h    those in some files only
 
 A level that needs only another vendor's processor, or a matrix unit (AMX), is built as it is, with the matrix unit's
 instructions by plain loops. The other levels with AVX-512 are emulated by SIMDe (Debian's libsimde-dev), in a build for
@@ -194,13 +195,18 @@ def run(arguments: list[str]) -> int:
     return int(pytest.main(["-W", "ignore", "-m", "not builds", *files, *arguments], [Tally(Path(os.environ[COUNTS]))]))
 
 
-def survivors(arguments: list[str]) -> list[str]:
+def survivors(files: list[str], arguments: list[str]) -> list[str]:
     """The faults that no test sees, of those whose code this processor runs; compiled without optimization."""
     from draftproof.native import build as library
     from support.native_mutants import MUTANTS as EVERY
 
     level, unseen = library.choose()[0], []
     chosen = [each for each in EVERY if not each.unit or "amx_tile" in level.needs]
+    if unknown := set(files) - {each.file for each in EVERY}:
+        sys.exit(
+            f"expected files with faults ({', '.join(sorted({each.file for each in EVERY}))}), got {unknown.pop()}"
+        )
+    chosen = [each for each in chosen if not files or each.file in files]
     for number, mutant in enumerate(chosen, 1):
         with tempfile.TemporaryDirectory() as folder:
             source, out = Path(folder) / "c", Path(folder) / "library.so"
@@ -210,7 +216,7 @@ def survivors(arguments: list[str]) -> list[str]:
             environment[COUNTS] = str(Path(folder) / "counts.json")
             command = [sys.executable, __file__, "run", "-x", "-q", "--no-header", "--tb=no", *arguments]
             ended = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
-        seen = ended.returncode == 1  # some test failed; anything else says nothing about the fault
+        seen = ended.returncode == 1 or ended.returncode < 0  # a test failed, or the process; else it says nothing
         print(
             f"{number} of {len(chosen)}, {'seen' if seen else 'NOT SEEN'}: {mutant.name} ({mutant.tests})", flush=True
         )
@@ -227,8 +233,8 @@ def main() -> int:
     words, rest = given[:end], given[end + 1 :]
     if given[:1] == ["run"]:
         return run(given[1:])
-    if words == [MUTANTS]:
-        return int(bool(survivors(rest)))
+    if words[:1] == [MUTANTS]:
+        return int(bool(survivors(words[1:], rest)))
     out = None
     if "--out" in words:
         place = words.index("--out")

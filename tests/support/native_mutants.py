@@ -71,8 +71,8 @@ MUTANTS = (
     ),
     CodeMutant("mixture.h", "m->is_whole ? m->least : all", "m->is_whole ? 0 : all", _HYBRID),
     CodeMutant("mixture.h", "left[e] > left[best] ? e", "left[e] < left[best] ? e", _MIXTURE),
-    CodeMutant("mixers.h", "if (t + 1 == span[2])", "if (t == span[2])", _HYBRID),
-    CodeMutant("recurrent.h", "if (t + 1 == s->first + s->mark)", "if (t == s->first + s->mark)", _HYBRID),
+    CodeMutant("mixers.h", "if (t + 1 == span[2])", "if (span[2] && t == span[2])", _HYBRID),
+    CodeMutant("recurrent.h", "if (t + 1 == s->first + s->mark)", "if (s->mark && t == s->first + s->mark)", _HYBRID),
     CodeMutant(
         "recurrent.h",
         "known[odd][c] = multiply_add(block[i + odd][c]",
