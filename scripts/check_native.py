@@ -202,10 +202,9 @@ def survivors(files: list[str], arguments: list[str]) -> list[str]:
 
     level, unseen = library.choose()[0], []
     chosen = [each for each in EVERY if not each.unit or "amx_tile" in level.needs]
-    if unknown := set(files) - {each.file for each in EVERY}:
-        sys.exit(
-            f"expected files with faults ({', '.join(sorted({each.file for each in EVERY}))}), got {unknown.pop()}"
-        )
+    known = {each.file for each in EVERY}
+    if unknown := set(files) - known:
+        sys.exit(f"expected files with faults ({', '.join(sorted(known))}), got {unknown.pop()}")
     chosen = [each for each in chosen if not files or each.file in files]
     for number, mutant in enumerate(chosen, 1):
         with tempfile.TemporaryDirectory() as folder:
