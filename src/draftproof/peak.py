@@ -98,6 +98,8 @@ class FilePages:
 
     def release(self, tensor: torch.Tensor) -> None:
         """Let whole pages go that hold a tensor which nobody reads any more; they would be read from the file again."""
+        if sys.platform != "linux":
+            return
         first, size = tensor.data_ptr(), tensor.nbytes
         if not any(start <= first and first + size <= end for start, end in self._spans):
             return
