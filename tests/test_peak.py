@@ -1,9 +1,17 @@
 """Memory that is handed back: when, and that it is."""
 
+import re
+import sys
 from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from draftproof import peak
-from draftproof.peak import ReleaseTimes
+from draftproof.peak import FilePages, ReleaseTimes
 
 MIB = 1 << 20
 
@@ -36,3 +44,27 @@ def test_a_containers_limit_counts(tmp_path):
         (tmp_path / "memory.max").write_text(f"{most}\n")
         assert peak._left_of_limit(tmp_path) == left
     assert peak._left_of_limit(tmp_path / "none") is None
+
+
+def resident_of(path):
+    """Bytes of a file that this process has in memory."""
+    parts = Path("/proc/self/smaps").read_text().split(f"{path}\n")[1:]
+    return 1024 * sum(int(re.search(r"Rss:\s+(\d+) kB", part)[1]) for part in parts)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is in memory")
+def test_pages_of_a_checkpoint_are_let_go(tmp_path):
+    """Those of one tensor, whose numbers are read from the file again; memory of other kinds stays as it is."""
+    path, own = tmp_path / "model.safetensors", torch.full((1 << 20,), 3.0)
+    save_file({"one": torch.ones(1 << 20), "two": torch.full((1 << 20,), 2.0)}, path)
+    with safe_open(path, "pt") as file:
+        one, two = file.get_tensor("one"), file.get_tensor("two")
+        assert (float(one.sum()), float(two.sum())) == (float(1 << 20), float(2 << 20))
+        pages, before = FilePages(), resident_of(path)
+        assert before > 7 << 20
+        pages.release(own)
+        assert resident_of(path) == before
+        pages.release(one)
+        assert 3 << 20 < resident_of(path) < 5 << 20
+        assert float(one.sum() + two.sum()) == float(3 << 20)
+    assert float(own.sum()) == float(3 << 20)
