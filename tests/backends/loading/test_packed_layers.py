@@ -59,7 +59,8 @@ def test_logits_and_texts(family, method, most, tmp_path):
     replaced = [each for each in backend.model.modules() if isinstance(each, LinearSlice)]
     packed = sum("_proj.weight" in name for name in model.state_dict())
     few = sum(isinstance(each.product, StoredProduct) for each in replaced)
-    left = {"hf": 1, "snapshot": 1 + 2 * 3, "with biases": 1 + 2 * 3}[family]
+    # with act-order the lean forward reads none, and floats are multiplied where they are
+    left = {"hf": 1, "snapshot": 0 if method == "gptq-act-order" else 1 + 2 * 3, "with biases": 1 + 2 * 3}[family]
     assert (few, len(replaced)) == (packed, packed + left), "and the layers that are left as floats are native"
     prompts = [IDS * 2, IDS[3:]]
     together = [out.token_ids for out in Engine(backend, NgramDrafter(), max_batch=2).generate(prompts, PLAIN)]
