@@ -97,7 +97,10 @@ class FilePages:
                 self._spans.append((int(first, 16), int(end, 16)))
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Let whole pages go that hold a tensor which nobody reads any more; they would be read from the file again."""
+        """Let whole pages go that hold a tensor which nobody reads any more.
+
+        They would be read from the file again, without what was changed since.
+        """
         if sys.platform != "linux":
             return
         first, size = tensor.data_ptr(), tensor.nbytes

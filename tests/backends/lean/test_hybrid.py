@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from draftproof import Engine, SamplingParams, native
 from draftproof.backends.base import Feed, rounding, unread
@@ -98,6 +99,18 @@ def test_a_matrix_unit_gets_packed_weights(matrix_unit, tmp_path):
         assert_same_bits(made, IDS)
     assert [each.data_ptr() for each in whole.parameters()] == before
     assert type(whole.lm_head) is torch.nn.Linear
+
+
+def test_changed_weights_of_a_model_in_memory_stay(matrix_unit, tmp_path):
+    """A checkpoint's pages have them; they were once let go after packing, and showed the file again."""
+    model("lfm2", torch.bfloat16).save_pretrained(tmp_path)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for each in whole.parameters():
+            each.mul_(1.25)
+    before = {name: each.clone() for name, each in whole.state_dict().items()}
+    assert backend_in_memory(whole).packed
+    assert all(torch.equal(each, before[name]) for name, each in whole.state_dict().items())
 
 
 def test_experts_of_16_bits_are_left_to_a_matrix_unit(matrix_unit):

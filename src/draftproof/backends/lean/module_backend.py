@@ -40,6 +40,7 @@ class ReadByLean(HFBackend):
     Args:
         pack: whether linear weights may move into the layout that native products read fastest, where the lean forward
             reads the model. Only then do native products use a processor's matrix unit.
+        release: whether nobody else has the weights, so that pages of a checkpoint may go once they are packed.
 
     Attributes:
         lean: the forward pass; None where transformers' own modules make it.
@@ -49,8 +50,9 @@ class ReadByLean(HFBackend):
     lean: HybridLean | None = None
     _unread = ""  # why there is no lean forward
 
-    def __init__(self, model: Any, *, pack: bool = False, **options: Any) -> None:
+    def __init__(self, model: Any, *, pack: bool = False, release: bool = False, **options: Any) -> None:
         self.packed = pack
+        self._releases = release
         super().__init__(model, **options)
 
     @override
@@ -59,7 +61,7 @@ class ReadByLean(HFBackend):
             self._unread = why_unread(self.model, self._windows) or ""  # before it is taken apart
             self.packed = not self._unread
         if self.packed:
-            pack_layers(self.model)
+            pack_layers(self.model, release=self._releases)
         super()._multiply_natively()
         self._read_lean()
         if self.lean is None:
@@ -165,12 +167,16 @@ class LeanModulesBackend(ReadByLean):
 
 def packing(kind: type) -> dict[str, Any]:
     """The options with which a kind of backend packs the weights of a model that nobody else has."""
-    return {"pack": True} if issubclass(kind, ReadByLean) else {}
+    return {"pack": True, "release": True} if issubclass(kind, ReadByLean) else {}
 
 
-def pack_layers(model: Any) -> None:
-    """Let linear layers of floats be native products, packed where nothing else has the weight."""
-    pages, users = FilePages(), Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
+def pack_layers(model: Any, *, release: bool = False) -> None:
+    """Let linear layers of floats be native products, packed where nothing else has the weight.
+
+    With `release`, pages of a checkpoint that hold packed weights go: what was changed in them would be lost to others.
+    """
+    pages = FilePages() if release else None
+    users = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
     for path, each in linear_layers(model).items():
         place, _, name = path.rpartition(".")
         owner = model.get_submodule(place)
@@ -181,7 +187,8 @@ def pack_layers(model: Any) -> None:
             setattr(owner, name, LinearSlice(PlainProduct(weight), 0, len(weight)))
         else:
             fuse(owner, [name])
-            pages.release(weight)
+            if pages is not None:
+                pages.release(weight)
     release_freed_memory()
 
 
