@@ -310,6 +310,17 @@ def test_routers_that_compute_something_else_are_left_to_the_modules(name):
     assert LeanSnapshotBackend(unchanged, name="x", check=False).lean is not None
 
 
+def test_a_router_that_is_set_otherwise_is_looked_at_again():
+    own = copy.deepcopy(model("qwen3next"))
+    assert LeanSnapshotBackend(own, name="x", check=False).lean is not None
+    for layer in own.model.layers:
+        layer.mlp.gate.norm_topk_prob = not layer.mlp.gate.norm_topk_prob
+    with torch.inference_mode():
+        expected = own(torch.tensor([IDS])).logits[0]
+    again = LeanSnapshotBackend(own, name="x", check=False)
+    assert off(read(again, again.open(), IDS[:1], IDS[1:]), expected) < 1e-5
+
+
 def test_experts_with_other_parts_are_left_to_the_modules():
     own = copy.deepcopy(model("lfm2moe"))
     own.model.layers[1].feed_forward.register_buffer("further", torch.zeros(8))

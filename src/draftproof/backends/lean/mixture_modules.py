@@ -32,7 +32,7 @@ _ROUNDED = 3e-2  # the same where the module rounds its inputs to 8 bits
 _LOW = -15.0  # logits of experts whose sigmoids are so small that what is added to their sum is seen
 _LEAST = (0.0, 1e-6)  # what may be added
 _ROUTED = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # the same of logits of experts without their mean
-_KNOWN: Any = WeakIdKeyDictionary()  # by a router's weight: kinds of its modules, and what it does
+_KNOWN: Any = WeakIdKeyDictionary()  # by a router's weight: how its modules are set, and what it does
 _UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of modules that do not fit in
 
 
@@ -110,7 +110,7 @@ def parts_of(block: Any, beside: Beside | None = None) -> SimpleNamespace:
     made.biases = _biases_of(block, router, count)
     made.factor = float(getattr(router, "routed_scaling_factor", 1.0))
     made.weighed = bool(others & known)
-    made.routing = partial(_known_routing, block, made, router.weight, (type(block), type(router), type(experts)))
+    made.routing = partial(_known_routing, block, made, router.weight, tuple(map(_settings, (block, router, experts))))
     if made.weighed:
         made.shared_expert = block.shared_expert
         made.shared_expert_gate = block.shared_expert_gate
@@ -249,13 +249,20 @@ def _kinds(parts: SimpleNamespace) -> Iterator[Experts]:
 
 
 def _known_routing(
-    block: Any, parts: SimpleNamespace, weight: Tensor, kinds: tuple[type, ...], mixture: Mixture
+    block: Any, parts: SimpleNamespace, weight: Tensor, settings: tuple[Any, ...], mixture: Mixture
 ) -> Experts:
     """`routing_of`, which is asked several times while a model is loaded, and takes a second for some layers."""
-    known: tuple[tuple[type, ...], Experts] | None = _KNOWN.get(weight)
-    if known is None or known[0] != kinds:
-        known = _KNOWN[weight] = kinds, routing_of(block, parts, mixture)
+    known: tuple[tuple[Any, ...], Experts] | None = _KNOWN.get(weight)
+    if known is None or known[0] != settings:
+        known = _KNOWN[weight] = settings, routing_of(block, parts, mixture)
     return known[1]
+
+
+def _settings(module: nn.Module) -> tuple[Any, ...]:
+    """The class of a module and what is set in it beside its weights and modules, as far as it can be compared."""
+    plain = {name: each for name, each in vars(module).items() if isinstance(each, bool | int | float | str)}
+    own = {name: id(each) for name, each in vars(module).items() if callable(each)}
+    return type(module), *sorted(plain.items()), *sorted(own.items())
 
 
 @torch.inference_mode()
