@@ -31,7 +31,7 @@ from hypothesis import settings
 from draftproof.engine.engine import Engine
 from draftproof.stoppers.costs import LearnedCosts
 
-pytest_plugins = ("support.processor_time", "support.native_levels", "support.slices")
+pytest_plugins = ("support.processor_time", "support.native_levels", "support.grids", "support.slices")
 torch.set_num_threads(int(os.environ.get("DRAFTPROOF_TEST_THREADS", "1")))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: tests interrupt programs
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -79,6 +79,7 @@ def some_ids(tokenizer):
     return st.lists(st.sampled_from(sorted(ids)), max_size=16)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())

@@ -85,6 +85,7 @@ def by_hand(target, prompt, temperature, most):
     return found
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize(("name", "rule"), PAIRS)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_the_distribution_is_the_targets_with_the_mask(name, rule, temperature):
@@ -111,6 +112,7 @@ class Careless(ModelDrafter):
         )
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("rule", "most"), [("block", 3), ("token", 3), ("match", 2), pytest.param("match", 3, marks=pytest.mark.slow)]
 )
@@ -150,6 +152,7 @@ def begins(text):
     return not marker or "ba".startswith(call) or "bbb".startswith(call)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("name", "rule", "most"),
     [
@@ -364,6 +367,7 @@ def of_constraint(drafter, rule, spec, constraint, most=4):
         return engine_distribution(make, prompt, SamplingParams(max_tokens=most, grammar=spec))
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("kind", CANNOT_GO_BACK)
 def test_the_distribution_of_a_grammar_that_cannot_take_tokens_back(kind):
     spec = f"lark:{CANNOT_GO_BACK[kind]}"

@@ -258,6 +258,7 @@ MODEL = {"p": peaked(4, 24, 1.5), "q": peaked(4, 1024, 1.5)}
 RUN = {"rows": 40_000, "drafted": 3, "length": 3}
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("rule", [token_verify, block_verify])
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_decoded_tokens_have_the_targets_distribution(rule, seed):
@@ -280,6 +281,7 @@ def test_the_drafts_distribution_is_detected():
     assert chi_square(decode(block_verify, **MODEL, **RUN, seed=1), chain_distribution(MODEL["q"], 3)) < ALPHA
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(("verifier", "seed"), [("token", 1), ("block", 2)])
 def test_the_engine_has_the_targets_distribution_on_a_trained_pair(verifier, seed):
     prompt, kept, length = tokenizer()("Once upon a time")["input_ids"], 3, 3

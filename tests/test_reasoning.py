@@ -123,6 +123,7 @@ CASES = [
 ]
 
 
+@pytest.mark.grid(6)
 @pytest.mark.parametrize(("name", "rule", "asked"), CASES)
 def test_the_distribution_is_the_targets_with_the_limit(name, rule, asked):
     target, most = TableModel(VOCAB, 1), 3 if name == "tree" else 4
@@ -386,6 +387,7 @@ def test_a_length_limit_inside_the_reasoning_leaves_no_answer():
 ASK = [{"role": "user", "content": "Who is there?"}]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("drafter", ["none", "suffix:4", "ngram:4", "auto", "model"])
 @pytest.mark.parametrize("template", [QWEN, OPENED])
 def test_a_limit_holds_with_every_drafter(drafter, template):

@@ -137,6 +137,7 @@ def objects(result):
 # --- our rules -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("in_engine", [IN_ENGINE[:1], pytest.param(IN_ENGINE, marks=pytest.mark.slow)], ids=len)
 def test_every_rule_identity_and_ordering_holds(in_engine, monkeypatch):
@@ -191,6 +192,7 @@ def test_the_whole_table_in_a_separate_process():
 # --- the user's rules ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(1)
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("name", "kind"), [("right", "chain"), ("right_path", "path")])
 def test_a_right_rule_passes(rules_file, name, kind):
@@ -213,6 +215,7 @@ def test_a_wrong_rule_fails_with_its_worst_cell(rules_file, name):
     assert "instead of" in last
 
 
+@pytest.mark.slow
 def test_a_rule_with_its_own_randomness_is_sampled(rules_file):
     shown = run(f"{rules_file}:own", "--samples", "20000").stdout
     assert "sampled 20000 times on each model" in shown

@@ -18,6 +18,7 @@ def verdicts(name):
 SLOW = [pytest.mark.slow]  # some thousand texts
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -68,6 +69,7 @@ def test_drafts_that_were_not_drawn_from_their_rows_fail(monkeypatch):
     assert report.notes[1].startswith("lossy at temperature 1: total variation 0.")
 
 
+@pytest.mark.slow
 def test_the_same_drafts_with_rows_of_one_token_pass(monkeypatch):
     def one_hot(logits, tokens):
         return torch.full_like(logits, -torch.inf).scatter(-1, tokens[..., None], 0.0)

@@ -168,6 +168,7 @@ def test_lookup_takes_the_latest_of_the_longest_matches():
 # --- servers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", FOUND)
 def test_a_faulty_server_is_found(name, engine, weights):
     check = FAULTS[name][2]

@@ -31,6 +31,7 @@ FAMILIES = {
 LATER = {"dory": ("model",), "sarvam_mla": ("chains:2",)}  # of later versions of transformers than the pinned one
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_few_families_generate_what_transformers_generates(name):
     result = check(EVERY[name], compositions=FAMILIES[name])
@@ -84,6 +85,7 @@ def test_names_are_unique_and_those_that_must_stay_exact_exist():
     assert set(FAMILIES) <= set(exact_names())
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("mistake", "composition"),
     [

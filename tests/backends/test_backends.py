@@ -29,6 +29,7 @@ def run_programs(seeds, under_test):
         run_program(seed, under_test)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @settings(max_examples=20, derandomize=True)
 @given(seed=st.integers(0, 2**32))
@@ -118,6 +119,7 @@ def test_capacity_growth_keeps_what_other_sessions_have_read():
     program.close_all()
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("mistake", [name for name in vars(Mistakes) if not name.startswith("_")])
 def test_programs_see_the_mistake(mistake, monkeypatch):
     under_test = HFBackend(backend("gemma3").model)

@@ -523,6 +523,7 @@ def test_a_lock_through_a_link_empties_nothing(tmp_path):
     assert precious.read_text() == "precious"
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", ["part-abc.jsonl", "part-000000.parquet", "part-1.jsonl", "part-000000.jsonl.bak"])
 def test_a_file_that_is_no_part_is_one_error(engine, tmp_path, name):
     source, out, options = RowSource(write(tmp_path / "in.jsonl", some_rows(2))), tmp_path / "out", RowOptions()

@@ -165,6 +165,7 @@ def test_refused_compositions_are_left_out_or_raised():
     assert "needs a draft model" in alone.left_out[0][1]
 
 
+@pytest.mark.grid(226)
 @pytest.mark.parametrize("one", [one for one in compositions() if one.stopper != "oracle"], ids=str)
 def test_a_cell_is_refused_where_the_engine_refuses(one):
     specs = {"chains": "chains:2", "tree": "tree:1x2x1", "wide": "tree:2x2", "ngram": "ngram:2", "suffix": "suffix:2"}
@@ -393,6 +394,7 @@ def test_seeds_of_a_question_are_one_unit():
     assert measures.block_efficiency(own).count == 1
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("count", "level", "low", "high"), [(20, 0.95, 0.92, 0.98), (6, 0.95, 0.92, 0.99), (20, 0.5, 0.44, 0.58)]
 )

@@ -50,6 +50,7 @@ class Noting:
         return drafter
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("rule", ["block", "token", pytest.param("match", marks=pytest.mark.slow), "gumbel"])
 def test_the_distribution_while_drafters_change(rule):
     target, prompt, params = TableModel(3, 1), [0, 2, 1, 0, 2], SamplingParams(max_tokens=4)
@@ -64,6 +65,7 @@ def test_the_distribution_while_drafters_change(rule):
     assert noting.seen == {"none", "lookup", "table 2", "table 3"}, "everything was chosen somewhere"
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("rule", ["block", "spectr", "trie_block", "multi_round", "traversal"])
 def test_the_distribution_where_lookups_get_probabilities(rule):
     target, prompt, params = TableModel(3, 1), [0, 2, 1, 0, 2], SamplingParams(max_tokens=4)
@@ -80,6 +82,7 @@ def test_the_distribution_where_lookups_get_probabilities(rule):
     )
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("rule", ["block", "token", "gumbel", "trie_block"])
 def test_the_distribution_where_chains_are_extended(rule, monkeypatch):
     made, extended = [], auto_module.extended
@@ -122,6 +125,7 @@ def test_a_choice_by_what_was_drawn_shows_in_the_distribution():
     assert total_variation(found, target_distribution(target, tuple(prompt), params)) > 0.0001
 
 
+@pytest.mark.slow
 def test_the_joint_distribution_of_a_batch_with_looked_up_and_drawn_drafts():
     prompts, mixed = [[0, 2, 1, 0, 2, 1, 0, 2], [1]], set()
 
@@ -432,6 +436,7 @@ def test_it_is_the_default_and_takes_what_is_at_hand():
     assert DRAFTERS["auto"].traits.accepts_draft_model
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("rule", ["block", "spectr", "mixture:0.1", "typical:0.1"])
 def test_every_rule_takes_it(rule):
     made = Engine.load("embedded:stories", "embedded:stories-draft", verifier=rule, check=False)

@@ -55,6 +55,7 @@ CASES = [
 ]
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(("name", "rule", "extends"), CASES)
 def test_the_distribution_with_a_head_a_lookup_and_nothing_in_turns(name, rule, extends, tmp_path, monkeypatch):
     """By enumeration, with chains that a lookup extends, too."""
@@ -85,6 +86,7 @@ def test_the_distribution_with_a_head_a_lookup_and_nothing_in_turns(name, rule, 
     assert extensions if extends else seen == {"none", "lookup", "head"}, "each was chosen somewhere"
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_named_head_is_a_source_and_greedy_text_is_that_of_plain_decoding(name, tmp_path):
     """In a batch, in which a lookup and the head draft; the head is read before the first prompt."""

@@ -101,6 +101,7 @@ def suffix(**options):
     return SuffixDrafter(3, threshold=0.0, shared=False, **options)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("rule", "make_drafter", "text"),
     [
@@ -182,6 +183,7 @@ def test_a_wrong_q_for_predicted_tokens_shows_in_the_distribution():
     assert total_variation(found, target_distribution(TARGET, tuple(PROMPT), PARAMS)) > 0.01
 
 
+@pytest.mark.slow
 def test_the_joint_distribution_of_a_batch_with_two_predictions():
     prompts, params = [PROMPT, [1]], [SamplingParams(max_tokens=3)] * 2
 

@@ -205,6 +205,7 @@ def test_after_forgetting_a_request_the_index_is_as_if_it_had_never_run(texts, c
     assert_counts(drafter._memory.index(""), left, context)
 
 
+@pytest.mark.grid(15)
 @pytest.mark.parametrize("seed", range(20))
 def test_tokens_added_step_by_step_give_the_same_index_as_at_once(seed):
     source, tokens = random.Random(seed), text(seed, 80)
@@ -294,6 +295,7 @@ def maker(rule, *, past=(), **options):
 RULES = ["token", "block", "match", "trie_block"]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("shared", [False, True])
 def test_output_distribution(rule, shared):
@@ -383,6 +385,7 @@ def test_a_request_with_a_seed_has_the_same_answer_alone_and_in_any_batch(shared
     assert sum(output.stats.num_draft_tokens for output in alone) > 0
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("verifier", RULES)
 def test_greedy_output_equals_plain_decoding_and_a_repeated_request_needs_few_rounds(verifier):
     params = SamplingParams(temperature=0, max_tokens=30)

@@ -107,6 +107,7 @@ LOSSLESS = [
 ]
 
 
+@pytest.mark.grid(12)
 @pytest.mark.parametrize("made", LOSSLESS)
 def test_output_distribution_of_every_composition(made):
     made.maker()(CounterRoundRng).generate([list(PROMPT)], made.params)  # once with shapes and types checked
@@ -114,6 +115,7 @@ def test_output_distribution_of_every_composition(made):
         assert made.distance() < 1e-12
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("stopper", [key for key in STOPPERS if key != "fixed"])
 def test_adaptive_toys_stop_in_some_rounds_and_not_in_others(stopper):
     """With a toy that always stops or never stops, the tests above would prove nothing about its stopper."""
@@ -138,6 +140,7 @@ def test_adaptive_toys_stop_in_some_rounds_and_not_in_others(stopper):
     assert seen == {True, False}, f"{stopper}: full drafts {seen}"
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("rule", RULES)
 def test_output_distribution_with_transforms_and_eos(rule):
     params = SamplingParams(max_tokens=3, temperature=0.8, repetition_penalty=1.4, top_p=0.9)
@@ -204,6 +207,7 @@ def test_output_distribution_of_a_batch_of_trees(rule):
     assert joint_distance(make, [[0], [0, 2, 1]], [SamplingParams(max_tokens=2), SamplingParams(max_tokens=1)]) < 1e-12
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("rule", LOSSY)
 def test_lossy_rules_are_marked_and_detected(rule):
     make = maker("model", "fixed", rule, target=TableModel(VOCAB, 1), draft=TableModel(VOCAB, 2))

@@ -60,6 +60,7 @@ def maker(rule, budget, drafter="model", stopper=TWO, seen=None):
 # --- the distribution ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("rule", "drafter", "stopper", "budget", "tokens"),
     [
@@ -151,6 +152,7 @@ def plain():
     return Engine.load(PAIR[0], drafter="none").generate(PROMPTS, GREEDY)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("drafter", "stopper", "verifier"),
     [
@@ -189,6 +191,7 @@ def test_a_grammar_holds_under_a_budget(drafter):
     assert max(rounds) == 5
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("rule", [None, "block", "token"])
 def test_a_seed_gives_one_text_alone_and_with_others(rule):
     """What a request drafts depends on the others, so one with a seed is verified by gumbel, whatever rule is named.

@@ -24,6 +24,7 @@ PAIR = ("embedded:stories", "embedded:stories-draft")
 GREEDY = SamplingParams(max_tokens=40, temperature=0)
 
 
+@pytest.mark.grid(2)
 @needs_native
 @pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("drafter", ["model", "chains:2"])
@@ -55,6 +56,7 @@ def test_a_float_type_of_the_drafts_own():
     assert out.token_ids == plain.token_ids
 
 
+@pytest.mark.grid(1)
 @needs_native
 @pytest.mark.parametrize(
     ("rule", "length"),

@@ -75,6 +75,7 @@ def test_it_takes_no_slot_of_its_own():
     assert sorted(target._cache._free) == [0, 1], "two sequences, two slots, both given back"
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(("chains", "rule"), [(1, "token"), (1, "block"), (2, "trie_block")])
 def test_exact_output_distribution_on_a_real_model(chains, rule):
     target = tiny_llama()

@@ -55,6 +55,7 @@ def reference(text, most=32, eos=(1, 2)):
 # --- the same tokens --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("verifier", ["token", "block"])
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_target_that_drafts_for_itself_is_always_right(verifier, temperature):
@@ -91,6 +92,7 @@ def mixed_params(temperature=1.0):
     return [SamplingParams(temperature=temperature, max_tokens=2 + 3 * i, seed=100 + i) for i in range(len(PROMPTS))]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("verifier", ["token", "block"])
 @pytest.mark.parametrize("max_batch", [3, 8])
 def test_a_request_is_answered_alike_alone_and_in_any_batch(verifier, max_batch):
@@ -114,6 +116,7 @@ def loaded(drafter, verifier, max_batch):
     return Engine.load("embedded:target", draft, drafter=drafter, verifier=verifier, **options)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(("drafter", "verifier"), CHAINS + TREES)
 def test_every_drafter_is_greedy_like_transformers(drafter, verifier):
     under_test = loaded(drafter, verifier, 3)
@@ -125,6 +128,7 @@ def test_every_drafter_is_greedy_like_transformers(drafter, verifier):
     assert [slots_in_use(one) for one in held] == [0] * len(held)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(("drafter", "verifier"), CHAINS + TREES)
 def test_every_drafter_answers_alike_alone_and_in_any_batch(drafter, verifier):
     batched, single = loaded(drafter, verifier, 3), loaded(drafter, verifier, 1)
@@ -245,6 +249,7 @@ def fail_once(monkeypatch, owner, name, *, call, after=False):
     monkeypatch.setattr(owner, name, method)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
     ("part", "name", "call"),
@@ -340,6 +345,7 @@ def test_max_tokens_inside_a_block_is_kept_to(max_tokens):
     assert output.stats.num_accepted_tokens == output.stats.num_draft_tokens
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("room", [1, 2, 3, 5, 6, 11])
 @pytest.mark.parametrize("verifier", ["token", "block"])
 def test_the_context_ends_with_length_and_without_error(room, verifier):
@@ -373,6 +379,7 @@ def resized(name, size):
     return HFBackend(model, name=f"{name}:{size}")
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("size", [446, 520])
 @pytest.mark.parametrize("verifier", ["token", "block"])
 def test_a_draft_vocabulary_of_another_width_changes_no_output(size, verifier):

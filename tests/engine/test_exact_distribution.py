@@ -34,6 +34,7 @@ def maker(verifier, *, length=2, target=None, draft=None, eos=(), drafter=ModelD
 RULES = pytest.mark.parametrize("verifier", [token_verifier, block_verifier], ids=["token", "block"])
 
 
+@pytest.mark.grid(4)
 @RULES
 @pytest.mark.parametrize("length", [0, 1, 2, 3])
 def test_output_distribution_is_the_targets(verifier, length):
@@ -59,17 +60,20 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.grid(6)
 @RULES
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_output_distribution_under_sampling_parameters(verifier, transform):
     assert_lossless(maker(verifier), prompt=(0, 1), params=SamplingParams(max_tokens=3, **transform))
 
 
+@pytest.mark.grid(1)
 @RULES
 def test_output_distribution_with_eos_inside_a_block(verifier):
     assert_lossless(maker(verifier, length=3, eos=(1,)), params=SamplingParams(max_tokens=4))
 
 
+@pytest.mark.grid(1)
 @RULES
 def test_output_distribution_with_min_tokens_before_eos(verifier):
     assert_lossless(maker(verifier, eos=(1,)), params=SamplingParams(max_tokens=4, min_tokens=2))
@@ -100,6 +104,7 @@ def test_output_distribution_with_zeros_and_disjoint_supports(verifier):
     assert_lossless(maker(verifier, target=target, draft=draft), params=SamplingParams(max_tokens=4))
 
 
+@pytest.mark.grid(1)
 @RULES
 def test_output_distribution_across_the_end_of_the_drafts_context(verifier):
     draft = TableModel(VOCAB, 2, max_positions=3)

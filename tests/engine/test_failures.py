@@ -102,6 +102,7 @@ def test_a_stream_raises_what_ended_it():
         list(made(Poisoned(6, 1)).stream([1, POISON], PARAMS))
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("where", ["transform", "text"])
 def test_a_transform_or_a_decoder_that_raises_fails_its_request(where, monkeypatch):
     loop = engine(draft=None)
@@ -190,6 +191,7 @@ def in_threads(work, arguments):
 LONG = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("shared", ["engine", "backend"])
 def test_threads_that_share_an_engine_or_a_backend_get_what_each_gets_alone(shared):
     """The cache grows while others read it: prompts of many lengths, more rows than slots, drafts and rollbacks."""

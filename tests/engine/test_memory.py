@@ -136,6 +136,7 @@ def pair(**options):
     return Engine.load("embedded:target", "embedded:draft", stopper="fixed:3", dtype="float32", **options)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("kind", ["hf", "lean"])
 def test_figures_are_those_of_the_shapes(kind):
     workload = Workload(batch=2, prompt_tokens=20, new_tokens=12)
@@ -350,6 +351,7 @@ def composition(one):
     return pytest.param(one, id=name, marks=[pytest.mark.slow] * (not often))
 
 
+@pytest.mark.grid(23)
 @pytest.mark.parametrize("one", [composition(made) for made in COMPOSED])
 def test_nothing_is_left_of_requests_in_any_composition(one):
     made = toy_engine(one.drafter, one.stopper, one.rule, CounterRoundRng)
@@ -357,6 +359,7 @@ def test_nothing_is_left_of_requests_in_any_composition(one):
     check_idle(made, list(PROMPT), SamplingParams(max_tokens=6, seed=2))
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("spec", ["model", "chains:2", "early_exit:1", "early_exit:1x2", "head", "headx2"])
 @pytest.mark.parametrize("kind", [HFBackend, LeanBackend])
 def test_nothing_is_left_of_requests_in_caches(spec, kind):

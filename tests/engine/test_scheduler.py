@@ -125,6 +125,7 @@ def run(under_test, rows, check):
         check(rows[number], tuple(request.output_ids), request.finished)
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize(
     ("kind", "spec"),
     [
@@ -216,6 +217,7 @@ def read_by(target, monkeypatch):
     return read
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("kind", ["hf", "lean", "snapshot"])
 @pytest.mark.parametrize(("reuse", "others"), [(True, 0), (True, 6), (False, 0)])
 def test_a_second_turn_reads_what_is_new(monkeypatch, kind, reuse, others):
@@ -604,6 +606,7 @@ def test_without_pages_slots_of_the_past_take_no_part_in_a_long_sequence(pinned,
         assert torch.allclose(row, fresh.forward([Feed(session, words(7, length))])[0].logits, atol=1e-4)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("spec", ["early_exit:1", "early_exit:1x3", "quantized:4"])
 @pytest.mark.parametrize("kind", ["hf", "lean"])
 def test_without_pages_a_self_draft_and_its_target_follow_buffers_that_move(kind, spec, monkeypatch):

@@ -247,6 +247,7 @@ COUNTS_THREADS = Path("/proc/self/task").exists() and bool(LEVELS)  # and native
 ALONE = "DRAFTPROOF_TEST_TEAMS"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not COUNTS_THREADS, reason="the system does not list threads, or there are no native operations")
 def test_teams_in_a_process_of_their_own():
     """Pools that earlier tests have started, and libraries that they have loaded again, are not in it."""

@@ -24,6 +24,7 @@ def distance(rule, toy, count, length):
     return total_variation(rule_distribution(rule, toy, count, length), toy.target_distribution(length + 1))
 
 
+@pytest.mark.grid(18)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize(("count", "length"), [(2, 2), (3, 1)])

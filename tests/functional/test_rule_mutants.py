@@ -190,6 +190,7 @@ def _error(both, toy):
         return 1.0
 
 
+@pytest.mark.grid(8)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_killed(name, monkeypatch):
     both, function, old, new = MUTANTS[name]

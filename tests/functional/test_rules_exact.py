@@ -76,6 +76,7 @@ EXACT = 1e-12
 # -- output distributions --------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(14)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CHAIN)
 def test_chain_rules_are_exact(name, kind):
@@ -84,6 +85,7 @@ def test_chain_rules_are_exact(name, kind):
         assert total_variation(rule_distribution(CHAIN[name], toy, 1, 3), toy.target_distribution(4)) < EXACT
 
 
+@pytest.mark.grid(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", PATHS)
 def test_path_rules_are_exact(name, kind):
@@ -105,6 +107,7 @@ def test_path_rules_are_exact_on_larger_drafts(name, count, length):
         )
 
 
+@pytest.mark.grid(7)
 @pytest.mark.parametrize("kind", ["dense", "peaked", "near", "ties"])
 @pytest.mark.parametrize("name", [*CHAIN, *PATHS])
 def test_distributions_in_float32(name, kind):
@@ -114,6 +117,7 @@ def test_distributions_in_float32(name, kind):
     assert total_variation(rule_distribution(rule, toy, count, length), toy.target_distribution(length + 1)) < 1e-6
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("merged", [True, False])
 @pytest.mark.parametrize("name", ON_TRIES)
 def test_prefix_trees_are_exact(name, merged):
@@ -190,6 +194,7 @@ def _stop(prefix):
     return bool(prefix) and (prefix[-1] == 1 or sum(prefix) > 2)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", [*CHAIN, *PATHS])
 def test_stopping_times_keep_the_distribution(name):
     for kind in ("dense", "sparse"):
@@ -237,6 +242,7 @@ def _same(rule, other, toy, count, length):
     return max(total_variation(a, b) for a, b in pairs)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("kind", ["dense", "sparse", "ties", "equal"])
 def test_one_chain_makes_them_token_or_block_verification(kind):
     toy = Toy.random(14, kind=kind, depth=2)
@@ -287,6 +293,7 @@ def test_batch_and_alone_agree():
             assert [int(x[b]) for x in whole] == [int(x) for x in alone]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", ON_TRIES)
 def test_trees_of_different_shapes_share_a_batch(name):
     gen = torch.Generator().manual_seed(3)

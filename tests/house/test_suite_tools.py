@@ -1,12 +1,59 @@
-"""The suite's own tools: parts of the tests by turns, and the processor time of tests."""
+"""The suite's own tools: which tests and cases run, parts of the tests by turns, and the processor time of tests."""
 
+from itertools import combinations, product
 from types import SimpleNamespace
 
 import pytest
 
-from support import processor_time, slices
+from support import grids, processor_time, slices
 
 NAMES = [f"tests/test_{name}.py::test[{number}]" for name in "abcde" for number in range(40)]
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (5, 2, 2), (7,)])
+def test_few_cases_have_every_value_and_more_have_every_pair(sizes):
+    cases = [dict(zip("abc", each, strict=False)) for each in product(*map(range, sizes))]
+    chosen = [cases[place] for place in grids.covering(cases, max(sizes))]
+    assert len(chosen) == max(sizes)
+    assert {pair for case in chosen for pair in case.items()} == {pair for case in cases for pair in case.items()}
+    pairs = [set(combinations(sorted(case.items()), 2)) for case in cases]
+    assert set().union(*(pairs[place] for place in grids.covering(cases, len(cases)))) == set().union(*pairs)
+
+
+class Case:
+    def __init__(self, name, **indices):
+        self.nodeid, self.callspec, self.marks = (
+            name,
+            SimpleNamespace(indices=indices),
+            {"grid": SimpleNamespace(args=(2,))},
+        )
+
+    def get_closest_marker(self, name):
+        return self.marks.get(name)
+
+    def add_marker(self, mark):
+        self.marks[mark.name] = mark
+
+
+def test_cases_that_are_left_out_are_slow_and_run_by_their_own_name():
+    cases = [Case(f"tests/test_a.py::test[{number}]", number=number) for number in range(6)]
+    grids.pytest_collection_modifyitems(cases)
+    assert sum("slow" in case.marks for case in cases) == 4
+    alone = Case("tests/test_a.py::test[5]", number=5)
+    grids.pytest_collection_modifyitems([alone])
+    assert "slow" not in alone.marks
+    bare = Case("tests/test_a.py::test")
+    del bare.callspec
+    with pytest.raises(pytest.UsageError, match="has no parameters"):
+        grids.pytest_collection_modifyitems([bare])
+
+
+def test_no_test_starts_after_the_time_is_over():
+    stash = {slices._END: slices.time.monotonic() + 60}
+    slices.pytest_runtest_setup(SimpleNamespace(config=SimpleNamespace(stash=stash)))
+    stash[slices._END] -= 61
+    with pytest.raises(pytest.skip.Exception, match="start-for"):
+        slices.pytest_runtest_setup(SimpleNamespace(config=SimpleNamespace(stash=stash)))
 
 
 def test_every_test_is_in_one_slice_and_none_is_much_larger():

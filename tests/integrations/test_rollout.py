@@ -155,6 +155,7 @@ CASES = [
 ]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(("name", "parts"), CASES)
 def test_an_updated_engine_is_as_a_fresh_one(name, parts):
     model = random_model(CONFIGS[name]())

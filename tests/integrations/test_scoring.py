@@ -32,6 +32,7 @@ def continuations(model, seed):
     return pairs
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("rows", [512, 4])
 def test_scores_are_those_of_the_models_own_pass(name, rows, monkeypatch):

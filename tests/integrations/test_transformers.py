@@ -70,6 +70,7 @@ def both(model, custom=NGRAM, **options):
 # --- greedy: token for token --------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_is_transformers_own(name):
     model = model_of(name)
@@ -135,6 +136,7 @@ DRAFTS = [
 ]
 
 
+@pytest.mark.grid(6)
 @pytest.mark.parametrize(("name", "drafts"), DRAFTS)
 def test_greedy_with_each_field(llama, name, drafts):
     custom = NGRAM if drafts == "ngram" else speculative(small(), stopper="fixed:3")
@@ -272,6 +274,7 @@ SAMPLED = {
 }
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=pytest.mark.slow if each in ("shaped", "last") else ()) for each in SAMPLED]
 )

@@ -89,6 +89,7 @@ def distance(found, length):
     return max(abs(found[text] - chance(text, "p", PAST)) for text in texts)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("masses", [False, True])
 @pytest.mark.parametrize("length", [1, 2])
 @pytest.mark.parametrize("rule", ["token", "block"])
@@ -96,6 +97,7 @@ def test_the_output_distribution_is_the_target_s(rule, length, masses):
     assert distance(output_distribution(rule, length, masses=masses), length) < EXACT
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_a_draft_that_vllm_cuts_ends_at_its_mark(rule):
     for cut in (0, 1):
@@ -330,6 +332,7 @@ def test_a_vllm_without_a_version_is_left_alone(vllm, monkeypatch, caplog):
     assert "\n" not in line
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("package", ["jaxtyping", "torch", "safetensors"])
 def test_a_package_that_is_missing_does_not_end_the_start_of_vllm(package, tmp_path):
     """vLLM calls plug-ins outside of any try, and the plug-in is installed without its dependencies."""

@@ -131,6 +131,7 @@ def test_every_known_name_is_frozen():
     assert FROZEN["made_by"].startswith("llama.cpp in xllamacpp 2026.")
 
 
+@pytest.mark.grid(59)
 @pytest.mark.parametrize("name", sorted(KNOWN))
 def test_a_name_splits_as_llama_cpp_does(name):
     for pieces in pieces_of(name):

@@ -70,6 +70,7 @@ def test_every_exponent_of_mxfp4_is_exact(dtype):
     assert torch.allclose(made.T[seen].float(), numbers[seen].to(dtype).float(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.grid(115)
 @EACH
 @pytest.mark.parametrize(("outs", "blocks"), [(1, 1), (16, 3), (33, 2), (200, 5)])
 def test_products(kind, outs, blocks, dtype):
@@ -86,6 +87,7 @@ def test_products(kind, outs, blocks, dtype):
     assert torch.equal(operations.ggml_product(x, weight, bias, onto), biased + onto)
 
 
+@pytest.mark.grid(9)
 @EACH
 def test_a_rows_product_does_not_depend_on_the_rows_beside_it_or_the_threads(kind, dtype):
     operations = OPERATIONS[dtype]

@@ -561,6 +561,7 @@ CASES = [
 ]
 
 
+@pytest.mark.grid(61)
 @needs_native
 @pytest.mark.parametrize(("dtype", "dim", "group", "width", "masked"), CASES)
 def test_attention(dtype, dim, group, width, masked):
@@ -573,6 +574,7 @@ def test_attention(dtype, dim, group, width, masked):
         assert agrees(out, expected)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_over_keys_and_values_of_8_bits(masked, dtype):
     """Values beside float64; the same bits alone, token by token, in a batch, and for every number of threads."""
@@ -650,6 +652,7 @@ def test_sinks_take_a_share_of_attention(dtype):
         assert not agrees(without, case.expected()[0]), "sinks that are left out are seen"
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_in_several_pieces(masked, dtype):
     for seed in (1, 2, 8):
@@ -657,6 +660,7 @@ def test_attention_in_several_pieces(masked, dtype):
         assert agrees(case.run()[0], case.expected()[0])
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("masked", [False, True])
 def test_heads_of_every_size(masked, dtype):
     """Values beside float64; the same bits alone, token by token, in a batch, and for every number of threads.
@@ -811,6 +815,7 @@ def test_spans_behind_a_window_are_not_read(dtype):
     assert case.run()[0].isnan().any(), "a span that is read is seen"
 
 
+@pytest.mark.grid(43)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("key_heads", [1, 3, 5])
 @pytest.mark.parametrize(("dim", "group"), [(96, 4), (64, 3), (83, 2)])
@@ -849,6 +854,7 @@ TOLERANCE = {torch.bfloat16: 0.12, torch.float32: 2e-5}
 ROUGH = {"phi3, partial": 3.0}
 
 
+@pytest.mark.grid(19)
 @needs_native
 @pytest.mark.parametrize("name", NATIVE)
 def test_other_families_layers_are_one_call(name, dtype):
@@ -856,6 +862,7 @@ def test_other_families_layers_are_one_call(name, dtype):
     assert isinstance(made.lean.run_layers, NativeLayers)
 
 
+@pytest.mark.grid(12)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_read_natively_agree_with_transformers(name, dtype):
     model = lively_model(MODELS[name](), dtype)
@@ -867,6 +874,7 @@ def test_models_read_natively_agree_with_transformers(name, dtype):
     assert run_program(0, made, tolerance=tolerance) > 0
 
 
+@pytest.mark.grid(13)
 @pytest.mark.parametrize("name", MODELS)
 def test_chains_are_read_to_the_same_bits_however_they_are_batched(name, dtype):
     made = LeanBackend(lively_model(MODELS[name](), dtype))
@@ -1154,6 +1162,7 @@ def forget():
 needs_a_build = pytest.mark.skipif(not LEVELS, reason="no native operations on this machine")
 
 
+@pytest.mark.slow
 @needs_a_build
 @pytest.mark.builds
 def test_the_library_is_built_once_and_kept(fresh, tmp_path, caplog):

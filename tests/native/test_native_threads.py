@@ -56,6 +56,7 @@ def logits(dtype):
     return [backend.forward([Feed(session, part)])[0].logits for part in (tokens, [5])]
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("compute", [products, logits])
 def test_every_number_of_threads_gives_the_same_bits(compute, dtype, pool, monkeypatch):
     monkeypatch.setattr(structures, "_WORTH_DIVIDING", 0)
@@ -131,6 +132,7 @@ print("right")
 """
 
 
+@pytest.mark.grid(1)
 @pytest.mark.builds  # its process chooses a build of its own
 @needs_native
 def test_forks_signals_and_the_end_of_the_interpreter(level):

@@ -95,6 +95,7 @@ def package(folder, system, *, without=(), libraries=None):
     return path
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("system", wheels.SYSTEMS)
 def test_pip_installs_a_wheel_for_its_system(system, tmp_path):
     assert wheels.install(package(tmp_path, system), system) > 0
@@ -103,6 +104,7 @@ def test_pip_installs_a_wheel_for_its_system(system, tmp_path):
         wheels.install(package(tmp_path, system), others[0])
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("without", ["peak.py", "native/c/pool.c", "py.typed"])
 def test_a_file_that_is_missing_after_installation_is_seen(without, tmp_path):
     assert without in wheels._files(ROOT / "src" / "draftproof")

@@ -49,6 +49,7 @@ def test_single_drafts(seed, rule, verify):
     assert chain_ccdf(rule, tokens, q, p)[0].tolist() == pytest.approx(at_least(distribution), abs=1e-12)
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_spectr(seed):
     tokens, q, p = drafts(seed)

@@ -77,6 +77,7 @@ def anthropic_error(answer):
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("speculation", [True, False])
 @pytest.mark.parametrize("system", [None, "Be short."])
 def test_an_answer_is_that_of_a_chat(base, speculation, system):

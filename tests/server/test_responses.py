@@ -489,6 +489,7 @@ def test_what_codex_sends(base):
     assert made["reasoning"] == {"effort": "medium", "summary": None}
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize(
     "fields",
     [

@@ -47,6 +47,7 @@ def engine():
 # --- errors that are no Exceptions ----------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("error", [Panic, SystemExit])
 @pytest.mark.parametrize("name", ["step", "add"])
 def test_a_panic_in_the_engines_thread_ends_its_requests_and_not_the_server(engine, monkeypatch, name, error):
@@ -554,6 +555,7 @@ uvicorn.Server.startup = late
 """
 
 
+@pytest.mark.slow
 def test_serving_is_said_when_it_listens():
     process = serve("--target", "embedded:target", before=LATE)
     try:

@@ -79,6 +79,7 @@ def check_random(dialect, seed):
     assert read(tools, text, sorted(rng.sample(range(len(text)), min(5, len(text))))) == whole
 
 
+@pytest.mark.grid(9)
 @pytest.mark.parametrize("name", DIALECTS)
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))])
 def test_written_calls_are_allowed_and_read_back(name, part):
@@ -264,6 +265,7 @@ def check_wandering(dialect, seeds):
     return count
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("name", DIALECTS)
 def test_whatever_the_grammar_allows_fits_the_schema(name):
     assert check_wandering(DIALECTS[name], range(40)) > 10
@@ -283,6 +285,7 @@ def with_special_tokens(dialect):
     return made, {tag: made.token_to_id(tag) for tag in tags}
 
 
+@pytest.mark.grid(18)
 @pytest.mark.parametrize("name", [name for name, each in DIALECTS.items() if any(map(TAG.search, each.texts))])
 def test_special_tokens_as_tags(name):
     """Tags that are tokens are drawn as these tokens, and their letters by themselves are none."""

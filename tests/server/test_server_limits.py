@@ -501,6 +501,7 @@ def test_sigterm_gives_up_requests_that_take_too_long():
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_with_the_usual_code():
     process = serve("--target", "embedded:target")
     address(process)
@@ -510,6 +511,7 @@ def test_ctrl_c_ends_it_with_the_usual_code():
     assert "Traceback" not in log
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("options", "cause"),
     [
@@ -576,6 +578,7 @@ def fuzzed():
         yield base, server
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("path", "body"),
     [

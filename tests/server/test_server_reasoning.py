@@ -176,6 +176,7 @@ def test_settings_that_make_no_sense(options):
         Settings(**options)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("drafter", ["none", "model", "model+suffix:8"])
 @pytest.mark.parametrize("choice", ["required", "auto"])
 def test_calls_begin_after_the_reasoning(drafter, choice):

@@ -67,6 +67,7 @@ def test_bad_words_do_what_they_do_in_python(engine, base):
 # --- limits by cost ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -100,6 +101,7 @@ def test_log_probabilities_of_a_prompt_are_computed_once_for_all_choices(base, m
     assert len(alone["prompt_logprobs"]) == size
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize(
     "options", [{}, {"prefix_reuse": False}, {"max_batch": 2}], ids=["usual", "anew", "small batch"]
 )
@@ -143,6 +145,7 @@ BODIES = {
 }
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_open_request_holds_no_memory_for_its_body(name, stream):
@@ -298,6 +301,7 @@ def told(request):
 STOPS = ['"', "city", "{", ":", "a", "e", " "]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("read", [streamed, whole])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_stop_string_cuts_a_call(told, read, seed):
@@ -309,6 +313,7 @@ def test_no_stop_string_cuts_a_call(told, read, seed):
     assert read(told, CHAT, {**body, "max_tokens": 100, "stop": STOPS, "stop_token_ids": [*range(300, 500)]}) == bare
 
 
+@pytest.mark.grid(11)
 @pytest.mark.parametrize("read", [streamed, whole])
 @pytest.mark.parametrize(
     "form",

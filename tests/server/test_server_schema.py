@@ -39,6 +39,7 @@ def test_all_operations_are_described(served):
     assert set(served[0]) == set(OPERATIONS)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_answers_are_as_described(served, name):
     operations, server = served
@@ -57,6 +58,7 @@ def apart():
         yield server
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     "path",
     ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize", "/detokenize"],
@@ -108,6 +110,7 @@ BODIES = sorted(
 )
 
 
+@pytest.mark.grid(10)
 @pytest.mark.parametrize("kind", BODIES, ids=lambda kind: kind.__name__)
 def test_a_null_is_described_as_it_is_read(kind):
     """A field with the value null counts as not given: legal where the field may be left out, and nowhere else."""

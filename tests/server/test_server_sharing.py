@@ -102,6 +102,7 @@ def test_prompts_of_other_clients_are_read_anew(keys, options, shared):
 TURN = [{"role": "user", "content": "Tell me of the letter. " * 6}]
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -182,6 +182,7 @@ def test_messages_without_calls_stay_as_they_are():
 SERVED = ["qwen-xml", "glm", "gemma", "lfm2", "mistral-id"]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", SERVED)
 def test_served_calls_fit_their_schemas_with_and_without_drafts(name):
     engine = stories(drafter="model", stopper="fixed:4")

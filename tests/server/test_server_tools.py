@@ -61,6 +61,7 @@ def read_whole(answer):
     return message.content or "", calls, answer.choices[0].finish_reason
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_required_calls_fit_their_schemas_streamed_as_whole(client, seed):
     made = ask(client, tool_choice="required", seed=seed, temperature=0.7)
@@ -98,6 +99,7 @@ def test_a_map_as_generators_of_schemas_write_it(client):
         client.chat.completions.create(tools=[tool], **asked)
 
 
+@pytest.mark.slow
 def test_calls_one_at_a_time(client):
     seeds = range(12)
     several = [len(read_whole(ask(client, tool_choice="required", seed=seed, max_tokens=200))[1]) for seed in seeds]
@@ -227,6 +229,7 @@ def test_a_form_beside_tools(client):
     assert forms
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1.0, "seed": 5}])
 def test_calls_are_those_of_plain_decoding(client, options):
     """Drafts change nothing: greedy as with a seed, where the rule promises the same text."""
@@ -252,6 +255,7 @@ def looking_up():
     return Engine.load("embedded:stories", drafter="suffix")
 
 
+@pytest.mark.grid(10)
 @pytest.mark.parametrize("name", DIALECTS)
 @pytest.mark.parametrize("must", [True, False])
 def test_each_format_makes_and_reads_its_calls(name, must, looking_up):
@@ -291,6 +295,7 @@ def test_braces_and_quotes_in_arguments():
     assert [part.arguments for part in parts] == arguments
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("template", "name"),
     [

@@ -150,6 +150,7 @@ class Dropping(ModelDrafter):
         return Draft(TokenTree.chain(draft.tree.tokens[:kept]), draft.probs[:kept]) if kept else Draft.empty(HOST)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(("drafter", "exact"), [(ModelDrafter, True), (Dropping, False)])
 def test_the_distribution_of_a_batch_whose_lengths_depend_on_its_size(drafter, exact):
     """The second request ends first, and then the other drafts more. The joint distribution is still the product."""
@@ -404,6 +405,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(("rows", "load"), PLACES)
 @pytest.mark.parametrize(("rate", "draft", "kept"), STARTS)
@@ -424,6 +426,7 @@ def test_the_speed_of_a_fixed_length_is_the_expected_one(load):
     assert world.play(FixedLength(4), 4000) == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.grid(5)
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize(
@@ -610,6 +613,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.grid(2)
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_no_content_of_the_file_ends_a_start(damage, own_home):

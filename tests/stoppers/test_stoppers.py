@@ -76,6 +76,7 @@ def test_entropy_bound_and_threshold():
     assert stopper.stop_after([0.49], 1)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("make", [lambda: Confidence(0.6, 9), lambda: Entropy(0.4, 9)])
 @pytest.mark.parametrize("drafter", ["model", "chains:2"])
 def test_probabilities_stop_a_greedy_draft(make, drafter):

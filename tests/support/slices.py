@@ -1,19 +1,27 @@
-"""A pytest plugin: `--slice 2/5` runs one of five parts of the tests that were selected.
+"""A pytest plugin for tests that take turns: `--slice 2/5` runs one of five parts of the tests that were selected.
 
 A test's part depends on its name alone. So five runs with the slices 0/5 to 4/5 run every test, also where tests were
-added between them. CI takes turns by the time (`.ci/run`).
+added between them. CI takes turns by the time (`.ci/run`). With `--start-for MINUTES` no test starts later than that:
+those that are left are skipped, and their number is said at the end. Which they are is left to chance where several
+processes run: then each run begins at another test.
 """
 
 import re
+import time
 import zlib
 
 import pytest
 
+OVER = "the minutes of --start-for are over"
+_END = pytest.StashKey()
+
 
 def pytest_addoption(parser):
-    parser.addoption(
+    group = parser.getgroup("turns")
+    group.addoption(
         "--slice", type=a_slice, metavar="PART/PARTS", help="run one part of the selected tests: 0/5 to 4/5"
     )
+    group.addoption("--start-for", type=float, metavar="MINUTES", help="start tests for so long, and skip the others")
 
 
 def a_slice(text):
@@ -33,3 +41,29 @@ def pytest_collection_modifyitems(config, items):
     left = [item for item in items if not in_slice(item.nodeid, *wanted)]
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if in_slice(item.nodeid, *wanted)]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session):
+    """All processes of one run begin at the same test."""
+    run = getattr(session.config, "workerinput", {}).get("testrunuid")
+    if run is not None and session.config.getoption("--start-for") is not None and session.items:
+        first = zlib.crc32(run.encode()) % len(session.items)
+        session.items[:] = session.items[first:] + session.items[:first]
+
+
+def pytest_sessionstart(session):
+    minutes = session.config.getoption("--start-for")
+    session.config.stash[_END] = None if minutes is None else time.monotonic() + 60 * minutes
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    if (end := item.config.stash[_END]) is not None and time.monotonic() > end:
+        pytest.skip(OVER)
+
+
+def pytest_terminal_summary(terminalreporter):
+    left = sum(OVER in str(each.longrepr) for each in terminalreporter.stats.get("skipped", []))
+    if left:
+        terminalreporter.section(f"{left} tests were not started: {OVER}")

@@ -99,6 +99,7 @@ def test_layers_are_low_middle_and_high():
         default_layers(2)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("kind", ["eagle3", "peagle"])
 def test_a_trained_head_drafts_for_its_target_and_learns(tmp_path, texts, kind):
     made = job(tmp_path, texts, "head", format=kind)
@@ -130,6 +131,7 @@ def test_formats_that_are_none_are_refused(tmp_path, texts):
         job(tmp_path, texts, "no", format="peagle", unroll=1)
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_of_masked_places_gives_the_same_head(tmp_path, texts, monkeypatch):
     jobs = (job(tmp_path, texts, name, format="peagle") for name in ("whole", "cut"))
     one, two = whole_and_interrupted(*jobs, monkeypatch, 17)

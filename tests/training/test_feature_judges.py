@@ -112,6 +112,7 @@ def test_heads_for_a_feature_head_are_its_stoppers(place):
         Engine.load("embedded:target", drafter=f"feature_head:{place / 'mine'}", stopper="ratio")
 
 
+@pytest.mark.slow
 def test_a_verifier_for_a_feature_head(place):
     summary = make_verifier_head(job(place, place / "verifier", kind="verifier", depth=0, threshold=0.5, prompts=40))
     found = summary["sprinter"]

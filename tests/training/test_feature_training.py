@@ -178,6 +178,7 @@ def test_a_trained_head_drafts_for_its_target_and_has_a_provenance(tmp_path, tex
         Engine.load("embedded:draft", drafter=f"feature_head:{first.out}")
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_gives_the_same_head(tmp_path, texts, monkeypatch):
     jobs = (job(tmp_path, texts, name) for name in ("whole", "cut"))
     one, two = whole_and_interrupted(*jobs, monkeypatch, 7)

@@ -69,6 +69,7 @@ def test_greedy_text_is_english():
     assert "\ufffd" not in out.text
 
 
+@pytest.mark.slow
 def test_acceptance_is_that_of_the_provenance():
     tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["target"])
     torch.manual_seed(0)

@@ -509,6 +509,7 @@ def artefact(folder):
     return files | {"provenance": provenance}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("loaded_once")
 def test_ten_interruptions_at_random_moments_give_the_same_files(tmp_path, story_file):
     make_head(job(tmp_path / "plain", story_file))
@@ -544,6 +545,7 @@ def test_a_trained_head_ends_drafts_in_the_engine(tmp_path, story_file):
     assert drafted[0.05] < drafted[0.999]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("loaded_once")
 def test_a_sweep_takes_the_cheapest_cell_and_continues_after_an_interruption(tmp_path, story_file, monkeypatch):
     monkeypatch.setattr(sweep, "DEPTHS", (0, 1))

@@ -51,6 +51,7 @@ def test_what_outputs_lack_on_the_mean(ins, bits):
     assert not torch.allclose(made.lost, 1.1 * expected, atol=1e-5)
 
 
+@pytest.mark.grid(2)
 @interpreted
 @pytest.mark.parametrize(
     ("outs", "ins", "bits", "dtype"),
@@ -92,6 +93,7 @@ def test_a_kernel_that_is_wrong_or_fails_is_not_used(monkeypatch):
     weights.why_not.cache_clear()
 
 
+@pytest.mark.slow
 @interpreted
 def test_an_output_layer_is_computed_again_where_it_matters():
     gen = torch.Generator().manual_seed(0)

@@ -128,6 +128,7 @@ def cases(vocab, dtype, n=3):
     yield rng.inverse_cdf, (p, uniforms(8, n + 1, seed=4))
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("vocab", "n", "dtype"),
     [
@@ -156,6 +157,7 @@ def test_every_kernel_has_a_case():
     assert public == called
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(("block", "vocab"), [(1, 3), pytest.param(8, 9, marks=pytest.mark.slow), (64, 64)])
 def test_any_block_will_do(block, vocab, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK", block)
@@ -204,6 +206,7 @@ WRONG = {
 }
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_kernels_are_seen(name, monkeypatch):
     """Negative controls: the comparison above fails for each of these, or it proves nothing."""
@@ -216,6 +219,7 @@ def test_wrong_kernels_are_seen(name, monkeypatch):
     assert max(error(function, *args) for function, args in called) > 100 * CLOSE[torch.float32]
 
 
+@pytest.mark.grid(2)
 @DTYPES
 @pytest.mark.parametrize("rule", [chain.token_verify, chain.block_verify])
 def test_chain_rules_decide_as_without_kernels(rule, dtype, launched):
@@ -232,6 +236,7 @@ def test_chain_rules_decide_as_without_kernels(rule, dtype, launched):
     assert ("surplus_mass" in launched) == (rule is chain.block_verify)
 
 
+@pytest.mark.grid(1)
 @DTYPES
 def test_kseq_decides_as_without_kernels(dtype, launched):
     p, q = pairs(16, 20, dtype)
@@ -276,6 +281,7 @@ def distance(rule, count, length, toy):
     return total_variation(rule_distribution(rule, toy, count, length), toy.target_distribution(length + 1))
 
 
+@pytest.mark.grid(2)
 @distributions_need_the_interpreter
 @pytest.mark.parametrize(
     ("rule", "count", "length", "kind"),
@@ -400,6 +406,7 @@ print("triton" in sys.modules)
 """
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(("value", "loaded"), [("auto", "False"), ("interpret", "True")])
 def test_triton_is_loaded_where_it_is_used(value, loaded):
     done = run(["-c", VERIFY], **{choose.VARIABLE: value})

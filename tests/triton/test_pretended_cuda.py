@@ -69,6 +69,7 @@ def written(engine, *params):
     return [[output.token_ids for output in engine.generate(IDS, each)] for each in params]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("drafter", "verifier"),
     [
@@ -97,6 +98,7 @@ def test_every_tensor_is_in_its_place(drafter, verifier, device):
     assert device.launches["linear"]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("stopper", ["auto", "confidence:0.4", "entropy", "schedule", "acceptance", "approximate"])
 def test_stoppers_read_the_device(stopper, unchecked, monkeypatch):
     waited = []
@@ -106,6 +108,7 @@ def test_stoppers_read_the_device(stopper, unchecked, monkeypatch):
     assert not waited  # figures are given to tests: nothing is measured
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "gpt2", *NATIVE])
 def test_families(family, device):
     config, make = CONFIGS.get(family) or VARIANTS[family], HFBackend if family == "gpt2" else LeanBackend
@@ -192,6 +195,7 @@ def mixing(where, rule, *, masses=True):
     return engine, kinds
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(("rule", "masses"), [(None, True), ("block", False), ("gumbel", True), ("spectr", True)])
 def test_looked_up_drafts_beside_drawn_ones(rule, masses, unchecked):
     texts = []
@@ -225,6 +229,7 @@ def test_rows_that_draw_in_several_ways_wait_for_nothing(device):
 # --- illegal logits ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_one_bad_request_fails_alone(bad, unchecked):
     engine = load("cuda", draft="embedded:draft", stopper="fixed:3", backend="lean")
@@ -305,6 +310,7 @@ READS = [
 ]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("family", "part"),
     [("llama", "all"), ("mistral", "all"), ("qwen3", "all"), ("llama", "first layers"), ("qwen3", "states of layers")],

@@ -85,6 +85,7 @@ P = torch.tensor([0.05, 0.3, 0.0, 0.25, 0.4])
 Q = torch.tensor([0.25, 0.1, 0.2, 0.0, 0.45])
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("place", [None, 7])
 def test_winners_have_the_distribution_of_the_row(place):
     assert chi_square(counts_of(winners(P, 100_000, place=place), 5), P) > ALPHA
@@ -200,6 +201,7 @@ class Broken(EnumeratedNoise):
 MISTAKES = {"one noise for all places": lambda _: 0, "of two places": lambda place: place // 2}
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("mistake", [None, *MISTAKES, "keyed by the round"])
 def test_the_enumeration_sees_noise_that_is_used_again(mistake, monkeypatch):
     if mistake in MISTAKES:
@@ -223,6 +225,7 @@ def test_another_rule_on_shared_noise_is_seen():
         assert_lossless(toy(ChainVerifier("block", block_verify, shared_noise=True)), prompt=PROMPT, params=SHORT)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
 def test_output_distribution_with_transforms_and_eos(drafter):
     def make(round_rng):
@@ -289,6 +292,7 @@ def mixed(seed):
     return [replace(kind, seed=seed + number) for number, kind in enumerate(KINDS)]
 
 
+@pytest.mark.grid(7)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 @pytest.mark.parametrize(
     ("drafter", "stopper"),
@@ -414,6 +418,7 @@ def natively(drafter, target, draft):
     return make_drafter(drafter, target=target, draft=None, stopper="fixed:4")
 
 
+@pytest.mark.grid(4)
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(

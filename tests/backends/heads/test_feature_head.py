@@ -140,6 +140,7 @@ def test_a_tree_read_by_levels_gives_the_rows_of_its_paths():
 # --- engines ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("chains", [1, 3])
 @pytest.mark.parametrize(("ids", "make"), [(None, HFBackend), (list(range(3, 200)), LeanBackend)])
 def test_greedy_output_equals_the_targets(chains, ids, make):
@@ -157,6 +158,7 @@ def test_greedy_output_equals_the_targets(chains, ids, make):
     assert again[0].token_ids == plain[0].token_ids, "slots are used again"
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("chains", [1, 2])
 def test_output_is_the_same_alone_and_in_a_batch(chains):
     target = fresh("target")
@@ -170,6 +172,7 @@ def test_output_is_the_same_alone_and_in_a_batch(chains):
     assert drafts == [[out.stats.num_draft_tokens, out.stats.num_accepted_tokens] for out in alone]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("chains", "rule", "ids"),
     [

@@ -293,6 +293,7 @@ def test_an_assistant_is_known_by_its_config():
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -63,6 +63,7 @@ def differences(target, folder, name):
     return max(rows), max(predictions)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("make", [HFBackend, LeanBackend])
 @pytest.mark.parametrize("name", DSPARK + DFLASH2)
 def test_rows_are_those_of_speculators_after_every_token(name, make):
@@ -72,6 +73,7 @@ def test_rows_are_those_of_speculators_after_every_token(name, make):
     assert predictions < 1e-5
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -350,6 +352,7 @@ def test_a_block_reads_the_rows_of_the_table_without_the_factor_of_the_target(tm
 # --- heads in place of a draft model ----------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", [*WRITERS])
 def test_a_head_is_known_by_its_config(tmp_path, name):
     """Named as the draft model, `auto` chooses it, too; the first EAGLE heads alone look like models."""
@@ -388,6 +391,7 @@ def test_two_ways_to_name_a_drafter_and_unknown_heads_are_refused(tmp_path):
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize(
     ("name", "fields", "words"),
     [

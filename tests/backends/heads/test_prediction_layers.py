@@ -47,6 +47,7 @@ def test_logits_are_transformers_own_at_every_step(tmp_path, monkeypatch, name, 
     assert expected.abs().max() > 0.5
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(("name", "layers"), [("deepseek_v3", 1), ("deepseek_v3", 3), ("glm4_moe", 1), ("mellum", 1)])
 def test_greedy_output_equals_transformers_token_for_token(tmp_path, monkeypatch, name, layers):
     """A batch of prompts of different lengths; rejected drafts are read again by every layer."""
@@ -105,6 +106,7 @@ def test_layers_after_a_rejection_are_those_of_a_fresh_session(tmp_path, monkeyp
         head.forward([Feed(session, [1])])
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(("layers", "rule"), [(1, "block"), (2, "token")])
 def test_exact_output_distribution(tmp_path, monkeypatch, layers, rule):
     """By enumeration, on a model with three tokens."""

@@ -49,6 +49,7 @@ def drafted_rows(target, head, place, steps):
 # --- eagle3 as speculators computes it -------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("make", [HFBackend, LeanBackend])
 @pytest.mark.parametrize("name", EAGLE3)
 def test_eagle3_logits_are_those_of_speculators_at_every_step(name, make):
@@ -330,6 +331,7 @@ def story_target(make=HFBackend):
     return make(copy.deepcopy(embedded_model("target")), name="target")
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("name", "make", "chains"),
     [
@@ -360,6 +362,7 @@ def test_greedy_output_equals_transformers_token_for_token(tmp_path, name, chain
         assert out.stats.num_draft_tokens > 0
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", WRITERS)
 def test_output_is_the_same_alone_and_in_a_batch(tmp_path, name):
     target = story_target()
@@ -373,6 +376,7 @@ def test_output_is_the_same_alone_and_in_a_batch(tmp_path, name):
     assert [out.stats.num_accepted_tokens for out in together] == [out.stats.num_accepted_tokens for out in alone]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("chains", "rule", "ids"),
     [
@@ -394,6 +398,7 @@ def test_exact_output_distribution(tmp_path, name, chains, rule, ids):
     )
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", WRITERS)
 def test_long_and_short_prompts_and_penalties(tmp_path, name):
     """A prompt that is read in chunks, one of a single token, and transforms that depend on the path."""
@@ -434,6 +439,7 @@ def test_rows_of_another_map_are_detected(tmp_path, monkeypatch):
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -74,6 +74,7 @@ def test_the_first_step_is_that_of_speculators(name, tmp_path):
         assert (row - kept["logits"][place]).abs().max() < 1e-5 * kept["logits"].abs().max()
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [

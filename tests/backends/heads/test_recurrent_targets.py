@@ -158,6 +158,7 @@ def test_a_session_that_a_later_request_takes_over_has_states_of_its_own_tokens_
 ALIKE = pytest.param("dflash2", marks=pytest.mark.slow)  # dspark shows the same
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash", "dspark", ALIKE, "eagle", "medusa"])
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
 def test_greedy_output_equals_transformers_token_for_token(name, algorithm, tmp_path):
@@ -174,6 +175,7 @@ def test_greedy_output_equals_transformers_token_for_token(name, algorithm, tmp_
     assert all(output.stats.num_draft_tokens > output.stats.num_drafts > 10 for output in outputs)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", TYPES)
 def test_a_draft_after_every_round_whatever_was_accepted(name):
     """Sampled at a high temperature, so that some tokens of most drafts are accepted."""
@@ -188,6 +190,7 @@ def test_a_draft_after_every_round_whatever_was_accepted(name):
     assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("name", "algorithm", "rule"),
     [("lfm2", "eagle3", "token"), ("lfm2", "medusa", "block"), ("mamba", "eagle", "block")],

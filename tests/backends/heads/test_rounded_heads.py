@@ -23,6 +23,7 @@ def first_row(target, drafter):
     return drafter.model.backend.forward([Feed(session, IDS[1:7])])[0].logits[-1]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", WRITERS)
 def test_exact_output_distribution(tmp_path, name, bits):
@@ -35,6 +36,7 @@ def test_exact_output_distribution(tmp_path, name, bits):
     assert_output_distribution(target, drafter, "block", length=3, tolerance=1e-5)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", WRITERS)
 def test_texts_and_what_is_rounded(tmp_path, name, monkeypatch):
     """Drafts are other ones than those of the whole head, and nothing of the text changes."""

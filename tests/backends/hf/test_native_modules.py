@@ -175,6 +175,7 @@ def test_what_others_changed_is_left_alone(products, monkeypatch):
 # --- backends ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("family", MODELS)
 def test_backend_hf_reads_natively_and_says_what_transformers_says(family, products):
     model = random_model(CONFIGS[family]())
@@ -226,6 +227,7 @@ def test_a_model_in_memory_is_read_natively_and_stays_as_it_is(products):
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nearly_every_mixture_of_experts_is_native():
     found = with_experts()
     assert len(found) > 40
@@ -239,6 +241,7 @@ def test_nearly_every_mixture_of_experts_is_native():
         assert left == ({LEFT[name]} if name in LEFT else set()), name
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("place", range(6))
 def test_the_experts_of_every_family_compute_what_their_own_forward_does(place, implementation, products):
@@ -282,6 +285,7 @@ def test_experts_that_compute_something_else_are_left(products):
     assert natively(model).model.layers[0].mlp.experts is experts
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -297,6 +301,7 @@ def test_families_with_experts_generate_what_transformers_generates(name, produc
     assert products
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_drafts_with_quantized_experts_are_lossless(bits):
     """A sixth of all families: greedy texts are the target's own, and some drafts are accepted."""

@@ -73,6 +73,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_windows_follow_what_the_family_does(name):
     config, kinds = FAMILIES[name]
@@ -81,6 +82,7 @@ def test_windows_follow_what_the_family_does(name):
     check_text(HFBackend(model), model)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith("gemma")])
 def test_the_lean_forward_follows_it_too(name):
     model = random_model(FAMILIES[name][0]())
@@ -98,6 +100,7 @@ def test_a_window_that_is_guessed_is_found_out(monkeypatch):
     assert HFBackend(model).capabilities.trees
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("window", [1, 2, 3, 5])
 @pytest.mark.parametrize("kind", [HFBackend, LeanBackend])
 def test_windows_of_a_few_tokens_are_read(window, kind):

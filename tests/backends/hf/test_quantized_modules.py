@@ -91,6 +91,7 @@ def test_everything_but_linear_weights_is_shared():
     assert made.get_input_embeddings() is model.get_input_embeddings()
 
 
+@pytest.mark.grid(6)
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "mixtral"])

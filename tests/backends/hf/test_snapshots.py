@@ -105,6 +105,7 @@ def reads(monkeypatch):
 SCRIPTS = {"at once": (0,), "in every round": (2, 0, 4, 1, 3), "at last": (4,), "now and then": (None, 1, None, None)}
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("name", TYPES)
 def test_refused_drafts_leave_no_trace(name, script):
@@ -154,6 +155,7 @@ def test_recurrent_and_attention_models_draft_for_each_other(target, draft):
     assert generate(made[target], ModelDrafter(own, FixedLength(4))) == reference(target)
 
 
+@pytest.mark.grid(4)
 @needs_native
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("name", TYPES)
@@ -184,6 +186,7 @@ def test_a_lent_session_that_shares_no_state_is_seen(monkeypatch):
     )
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", TYPES)
 def test_sampled_alone_is_sampled_in_a_batch(name):
     own = DraftModel(SnapshotBackend(disturbed(model(name)), name="draft", check=False), vocab_size=VOCAB)

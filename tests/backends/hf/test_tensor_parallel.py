@@ -60,6 +60,7 @@ def alone(folders):
     return texts(folders, 1)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", ["auto", *COMPOSITIONS, *FAMILIES])
 def test_two_processes_write_what_one_writes(divided, alone, name):
     assert divided[name] == alone[name]

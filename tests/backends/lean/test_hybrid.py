@@ -56,6 +56,7 @@ def own_logits(name):
         return model(name)(torch.tensor([IDS])).logits[0]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("pack", [True, False], ids=["packed", "in place"])
 @pytest.mark.parametrize("name", READ)
 def test_logits_are_those_of_transformers(name, pack):
@@ -132,6 +133,7 @@ def test_a_packed_model_is_quantized_and_rounded():
     assert 1e-3 < off(read(made, made.open(), IDS[:1], IDS[1:]), whole) < 0.1
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", READ)
 def test_a_chain_has_the_same_bits_however_it_is_read(name, dtype):
@@ -210,6 +212,7 @@ def test_what_is_not_known_is_read_by_transformers_own_modules_and_the_reason_is
     assert "native" in rounding(wide)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_texts_of_mixtures_are_those_of_transformers_with_and_without_drafts(name):
     prompt = IDS * 2
@@ -238,6 +241,7 @@ def test_weights_of_experts_stay_where_they_are(name, dtype):
     assert {getattr(each.arguments, part).weight for each in read for part in ("gate_up", "down")} == own
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_quantized_mixtures_are_those_of_the_modules_with_few_bits(name):
     draft = backend(name).quantized(4)
@@ -250,6 +254,7 @@ def test_quantized_mixtures_are_those_of_the_modules_with_few_bits(name):
     assert off(found, few) < 0.05 < off(found, whole), "inputs of 8 bits may be rounded to the next number"
 
 
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.parametrize(
     "change",
@@ -292,6 +297,7 @@ def changed_router(name, forward):
     return own
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_routers_that_compute_something_else_are_left_to_the_modules(name):
     def more(self, *given):

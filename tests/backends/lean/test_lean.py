@@ -57,6 +57,7 @@ def lean(name, dtype=torch.float32):
 # --- the same numbers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("name", VARIANTS)
 @settings(max_examples=5, derandomize=True)
 @given(seed=st.integers(0, 2**32))
@@ -64,6 +65,7 @@ def test_any_program_of_reads_and_rollbacks_reproduces_transformers_rows(name, s
     assert run_program(seed, lean(name)) > 0
 
 
+@pytest.mark.grid(12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_rows_agree_within_the_dtypes_tolerance(name, dtype):
@@ -71,6 +73,7 @@ def test_rows_agree_within_the_dtypes_tolerance(name, dtype):
     exercise(Program(lean(name, dtype), tolerance=tolerance))
 
 
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_rows_agree_where_nothing_is_native(name, dtype, monkeypatch):
@@ -81,6 +84,7 @@ def test_rows_agree_where_nothing_is_native(name, dtype, monkeypatch):
     exercise(Program(made, tolerance={torch.float32: 2e-5, torch.bfloat16: 0.12}[dtype]))
 
 
+@pytest.mark.grid(40)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_rounding_is_no_worse_than_transformers_own(name, dtype):
@@ -227,6 +231,7 @@ WRONG = [  # a family, one of its traits, and what it would be by mistake
 ]
 
 
+@pytest.mark.grid(9)
 @pytest.mark.parametrize("by", ["auto", "0"])
 @pytest.mark.parametrize(("name", "trait", "wrong"), WRONG)
 def test_the_probe_sees_a_misread_trait(name, trait, wrong, by, monkeypatch):
@@ -290,6 +295,7 @@ def test_what_is_misread_is_left_to_transformers_unless_lean_is_asked_for(tmp_pa
         backend_in_memory(held, backend="lean")
 
 
+@pytest.mark.grid(9)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_model_in_memory_is_read_lean_and_left_as_it_is(name):
     model = reference(name)
@@ -318,6 +324,7 @@ def test_other_families_give_away_their_weights_and_compute_the_same(name):
                 assert found.bias is None or torch.equal(found.bias, wanted.bias)
 
 
+@pytest.mark.grid(10)
 @pytest.mark.parametrize("name", NATIVE)
 def test_other_families_take_new_weights_by_their_own_names(name):
     made, other = LeanBackend(copy.deepcopy(reference(name))), lively_model(VARIANTS[name](), seed=3)
@@ -477,6 +484,7 @@ def smollm2():
         return None
 
 
+@pytest.mark.grid(1)
 @pytest.mark.skipif(smollm2() is None, reason="smollm2-135m is not pulled here")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_smollm2_rows_agree(dtype):

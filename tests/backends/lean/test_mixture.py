@@ -108,6 +108,7 @@ def by_hand(traits, mlp, x, biases=None):
     return made, sizes
 
 
+@pytest.mark.grid(22)
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_gets_what_its_experts_give(name, dtype):
     traits, mlp = parts(name, dtype)
@@ -120,6 +121,7 @@ def test_a_row_gets_what_its_experts_give(name, dtype):
     assert not close(found, wrong, 4e-6 * sizes), "the experts of another row are seen"
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_has_the_same_bits_whatever_rows_and_threads_there_are(name, dtype):
     traits, mlp = parts(name, dtype)

@@ -43,6 +43,7 @@ def mpt(**options):
     return transformers.MptConfig(**given | options)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("kind", ALIBI)
 def test_alibi_models_read_chains_trees_and_ragged_batches(kind):
     model = random_model(ALIBI[kind]())
@@ -164,6 +165,7 @@ def two_chains(target):
     return make_drafter("chains:2", target=target, draft=draft, stopper="fixed:4", temperature=1.0)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     "kind",
     [

@@ -83,6 +83,7 @@ def test_logits_are_those_of_transformers_over_rounded_keys_and_values(name, nat
     assert (found - theirs).abs().mean() < 0.03 * (plain - theirs).abs().mean()
 
 
+@pytest.mark.grid(10)
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("level", dict.fromkeys((*LEVELS[:1], *LEVELS[-1:])))
@@ -180,6 +181,7 @@ def small(dtype, *, shares, monkeypatch):
     return made
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("verifier", "dtype", "tolerance"),
     [("token", torch.float32, 1e-5), ("block", torch.float32, 1e-5), ("block", torch.float64, 1e-9)],

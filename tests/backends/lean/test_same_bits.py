@@ -77,6 +77,7 @@ def lean(name, dtype):
     return LeanBackend(copy.deepcopy(model(name, dtype)))
 
 
+@pytest.mark.grid(13)
 @pytest.mark.parametrize("name", SIZES)
 def test_logits_are_the_same_bits_however_a_chain_is_read(name, dtype):
     made = lean(name, dtype)
@@ -110,6 +111,7 @@ def test_logits_are_the_same_bits_however_a_chain_is_read(name, dtype):
 PROMPTS = [[1, 2, 3], [4, 4, 4, 4, 9, 4, 4], [11] * 20, [(5 * i) % 97 for i in range(33)]]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize(
     ("level", "dtype"),

@@ -60,6 +60,7 @@ def text(engine):
     return list(engine.generate([PROMPT], GREEDY)[0].token_ids)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_texts_are_those_of_transformers_and_peft(base, tmp_path, kind):
     expected = save_adapter(base, tmp_path / "adapter", kind)

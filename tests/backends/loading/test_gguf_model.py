@@ -176,6 +176,7 @@ def test_every_architecture_has_a_case():
     assert {name.split(",")[0] for name in CASES} == set(FAMILIES)
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_transformers_over_the_same_numbers(name, written):
     model, path = written(name)
@@ -189,6 +190,7 @@ def test_logits_are_those_of_transformers_over_the_same_numbers(name, written):
     assert 1e-5 < off(logits_of(backend), expected) < 0.05, "inputs have 8 bits"
 
 
+@pytest.mark.grid(8)
 @pytest.mark.parametrize("kinds", [(F16,), (BF16,), (None,)], ids=["F16", "BF16", "F32"])
 @pytest.mark.parametrize("name", CASES)
 def test_logits_of_files_of_floats_are_those_of_transformers(name, kinds, written):
@@ -258,6 +260,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(name, dtype, written):
         assert torch.equal(output.logits, whole)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("name", ["llama", "qwen3moe", "gpt-oss"])
 def test_texts_are_equal_with_and_without_drafts(name, written):
     backend = read_model(GGUFFile(written(name)[1]), name="x", dtype=torch.float32)

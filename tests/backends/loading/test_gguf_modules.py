@@ -78,6 +78,7 @@ def test_every_architecture_has_a_case():
     assert {name.split(",")[0] for name in CONFIGS} == set(ARCHITECTURES)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_transformers(name, written):
     model, path = written(name, (None,))
@@ -90,6 +91,7 @@ def test_logits_are_those_of_transformers(name, written):
     assert 1e-5 < off(logits_of(backend), expected) < most, "weights and inputs have 8 bits"
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", CASES)
 def test_files_of_16_bits_keep_them(name, written):
     model, path = written(name, (F16,))
@@ -117,6 +119,7 @@ def test_products_of_blocks_are_those_of_their_numbers(name, written, loaded):
     assert 1e-5 < off(logits_of(loaded(name)), logits_of(dense)) < 0.15
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", CASES)
 def test_texts_are_equal_with_and_without_drafts(name, loaded):
     backend, prompt = loaded(name), [5, 9, 2, 7] * 4
@@ -132,6 +135,7 @@ def test_texts_are_equal_with_and_without_drafts(name, loaded):
         assert texts[0] == texts[1]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=[pytest.mark.slow])], ids=str)
 def test_a_row_has_the_same_bits_alone_and_among_others(name, dtype, loaded):
@@ -266,6 +270,7 @@ def test_what_it_cannot_do_is_refused(loaded):
 ONE = np.ones(4, np.float32)
 
 
+@pytest.mark.grid(11)
 @pytest.mark.parametrize(
     ("name", "options", "why"),
     [

@@ -76,6 +76,7 @@ def safetensors_head(folder, target, model, own):
     return mtp_backend(load_backend(str(written_with(folder, model, own)), LoadOptions(dtype="float32")))
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.inference_mode()
 def test_drafts_are_those_of_safetensors_with_the_same_numbers(name, written, tmp_path):
@@ -110,6 +111,7 @@ def test_texts_are_those_of_plain_decoding(name, written):
         assert all(each.stats.num_draft_tokens > each.stats.num_drafts > 0 for each in made)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_the_output_distribution_is_that_without_drafts(rule, tmp_path, monkeypatch):
     """By enumeration, on a model with three tokens."""
@@ -174,6 +176,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("what", REFUSED)
 def test_other_layers_are_refused_in_words_and_plain_decoding_goes_on(what, written, tmp_path):
     changes, message = REFUSED[what]

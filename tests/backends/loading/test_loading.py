@@ -142,6 +142,7 @@ def test_they_can_be_left_alone(with_defaults):
 # --- a context of one's own choice ------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("drafter", ["none", "model", "early_exit:1", "ngram"])
 def test_a_shorter_context_ends_texts_and_refuses_prompts(drafter):
     draft = "embedded:draft" if drafter == "model" else None
@@ -234,6 +235,7 @@ def test_every_end_token_ends_a_text(embedded_copy):
 PLACES = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}  # the output layer is tied
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("first", "drafter"),
     [
@@ -281,6 +283,7 @@ def test_a_tied_output_layer_in_another_place_is_refused_with_the_remedy(embedde
         Engine.load(str(embedded_copy), device=places, drafter="none")
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["lfm2", "mamba"])
 def test_a_model_with_states_on_cpu_and_disk_generates_what_the_whole_one_does(kind, dtype, tmp_path):

@@ -49,6 +49,7 @@ def generated(model, prompt):
     ].tolist()
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", TYPES)
 def test_text_is_what_the_multi_modal_model_generates(name, tmp_path):
     whole_model(name).save_pretrained(tmp_path)
@@ -61,6 +62,7 @@ def test_text_is_what_the_multi_modal_model_generates(name, tmp_path):
         assert [list(out.token_ids) for out in outs] == expected
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", TYPES)
 def test_the_language_model_is_taken_out_where_transformers_has_it_alone(name, tmp_path):
     whole = whole_model(name)

@@ -70,6 +70,7 @@ def oss_checkpoint(folder, **changes):
     return model
 
 
+@pytest.mark.grid(9)
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
 @pytest.mark.parametrize("method", FOUR_BITS)
 def test_logits_are_those_of_the_numbers(method, group, tmp_path):
@@ -90,6 +91,7 @@ def test_logits_are_those_of_the_numbers(method, group, tmp_path):
 MIXTURES = [kind for kind in CONFIGS if "mo" in kind or "mix" in kind]
 
 
+@pytest.mark.grid(8)
 @pytest.mark.parametrize(
     ("kind", "method"),
     [
@@ -124,6 +126,7 @@ def test_a_checkpoint_of_the_hub_is_read_likewise(tmp_path, monkeypatch):
     assert read("bob/y") is None
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("method", "kind"),

@@ -36,6 +36,7 @@ def loaded(folder, **changes):
     return load(str(folder), LoadOptions(dtype="float32", **changes)).backend
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("family", "method", "most"),
     [

@@ -40,6 +40,7 @@ def drafted(target):
     return owner.states_at(range(7)), torch.stack(found)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("method", "options", "most"),
     [
@@ -110,6 +111,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("what", REFUSED)
 def test_other_layers_are_refused_in_words_and_plain_decoding_goes_on(what, tmp_path):
     change, message = REFUSED[what]

@@ -40,6 +40,7 @@ def expected_of(model):
         return model(torch.tensor([IDS])).logits[0]
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize(
     ("method", "kind"), [*((method, "llama") for method in EXACT), *(("nf4", kind) for kind in KINDS)]
 )
@@ -88,6 +89,7 @@ def test_larger_blocks_of_levels(block, tmp_path):
     assert off(logits_of(read(tmp_path)), expected) < 2e-5
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize(
     ("method", "dtype"), [("nf4-nested", "float32"), ("nf4", "bfloat16"), ("w8a8", "bfloat16"), ("int8", "float32")]
 )
@@ -204,6 +206,7 @@ def state(**changes):
 STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
+@pytest.mark.grid(9)
 @pytest.mark.parametrize(
     ("method", "kind", "change", "why"),
     [

@@ -98,6 +98,7 @@ def with_numbers_of(backend, name):
     return model
 
 
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", ALL)
 def test_logits_are_those_of_the_rounded_weights(name, bits, made):
@@ -112,6 +113,7 @@ def test_logits_are_those_of_the_rounded_weights(name, bits, made):
     assert backend.facts.bits == bits
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("name", ALL)
 def test_texts_are_equal_with_and_without_drafts_and_in_batches(name, made):
     backend = made(name, 4)

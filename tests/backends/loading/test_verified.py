@@ -71,6 +71,7 @@ def records(folder):
     return sorted(path for path in folder.glob("*.json") if ".tokenizer" not in path.name)
 
 
+@pytest.mark.grid(8)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -91,6 +92,7 @@ def test_the_second_start_has_the_same_bits_without_transformers(name, dtype, tm
     assert torch.equal(rows(second.first_layers(1)), rows(first.first_layers(1)))
 
 
+@pytest.mark.slow
 def test_a_process_needs_no_transformers():
     code = """
 import sys
@@ -149,6 +151,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_is_checked_again(change, copied, tmp_path):
     first_and_second(copied)
@@ -162,6 +165,7 @@ def versions(monkeypatch):
     monkeypatch.setattr(checked, "version", lambda name: f"{name} 0")
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize(
     "change",
     [
@@ -199,6 +203,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_record_is_not_believed(name, copied, kept):
     first, _ = first_and_second(copied)

@@ -106,6 +106,7 @@ def test_statistics_are_those_of_the_inputs_of_transformers_own_layers():
     assert statistics["head"].found() is None, "one row has no variance"
 
 
+@pytest.mark.grid(1)
 @needs_native
 @pytest.mark.parametrize("kind", [LeanBackend, HFBackend])
 def test_drafts_are_nearer_to_the_model_and_the_same_every_time(kind, monkeypatch):

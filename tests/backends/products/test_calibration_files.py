@@ -145,6 +145,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("how", BROKEN)
 def test_what_is_broken_is_measured_again_and_replaced(how, folder, passes):
     first = logits(made())

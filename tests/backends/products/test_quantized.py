@@ -101,6 +101,7 @@ def near(found, expected, size):
     return bool(((found.double() - expected).abs() <= unit * expected.abs() + 2e-4 * size + 1e-6).all())
 
 
+@pytest.mark.grid(42)
 @pytest.mark.parametrize(("bits", "group"), [(2, 16), (2, 64), (4, 16), (4, 32), (4, 128), (8, 32), (8, 64)])
 @pytest.mark.parametrize(("outs", "ins"), [(1, 2), (49, 130), (200, 576)])
 def test_products(outs, ins, bits, group, dtype):
@@ -331,6 +332,7 @@ def in_kinds(family):
             yield pytest.param(family, *kind, marks=[pytest.mark.slow] * (kind not in often))
 
 
+@pytest.mark.grid(6)
 @needs_native
 @pytest.mark.parametrize(
     ("family", "bits", "chains", "dtype"), [each for family in FAMILIES for each in in_kinds(family)]
@@ -347,6 +349,7 @@ def test_greedy_output_is_the_targets(family, bits, chains, dtype):
     assert outs[0].drafter == f"quantized:{bits}" + ("x3" if chains > 1 else "")
 
 
+@pytest.mark.grid(1)
 @needs_native
 @pytest.mark.parametrize(
     ("chains", "rule", "length"),
@@ -367,6 +370,7 @@ def test_exact_output_distribution(chains, rule, length):
     )
 
 
+@pytest.mark.grid(1)
 @needs_native
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_exact_output_distribution_with_an_output_layer_of_2_bits(rule, monkeypatch):

@@ -269,6 +269,7 @@ def states(session):
     return {key: tensor[session.state.row] for key, tensor in session.state.tensors.items()}
 
 
+@pytest.mark.grid(13)
 @pytest.mark.parametrize("drafted", [1, 2, 4, LONG])
 @pytest.mark.parametrize("kind", DIVISIBLE)
 def test_the_state_at_the_root_is_that_of_the_chain_alone(kind, drafted):

@@ -57,6 +57,7 @@ def maker(rule, *, drafter=ModelDrafter, model=DraftModel, draft=None, eos=(), *
 RULES = pytest.mark.parametrize("rule", ["token", "block", "gumbel", "match"])
 
 
+@pytest.mark.grid(2)
 @RULES
 def test_the_output_distribution_is_the_targets(rule):
     assert_lossless(maker(rule), prompt=(0, 1), params=SamplingParams(max_tokens=2 if rule == "match" else 3))
@@ -69,6 +70,7 @@ def test_the_output_distribution_is_the_targets_with_trees(rule, options):
     assert_lossless(make, prompt=(1, 0), params=SamplingParams(max_tokens=2))
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize(
     "params",
