@@ -113,6 +113,7 @@ def test_rounds_that_take_seconds_are_not_tried_where_small_products_say_so(thre
     assert machine.probes == 0
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("free", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("probed", [True, False])
 def test_as_many_threads_as_there_are_free_processors(threads, free, probed):

@@ -9,6 +9,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 import draftproof
 from support.each import for_each
 from support.floors import FLOOR, ROOM
@@ -212,6 +214,7 @@ def test_tests_import_no_other_test():
     assert list(any_imports("from server.test_server_page import SET")) == ["server.test_server_page"]
 
 
+@pytest.mark.slow
 def test_the_targets_name_does_not_climb():
     """It is handed down while an engine is loaded, from `Engine.load` to what reads the files."""
     command = [sys.executable, str(ROOT / "scripts" / "house_figures.py"), "--climbs", "--target", "embedded:target"]

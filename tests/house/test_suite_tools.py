@@ -36,13 +36,13 @@ class Case:
 
 
 def test_cases_that_are_left_out_are_slow_and_run_by_their_own_name():
-    cases = [Case(f"tests/test_a.py::test[{number}]", number=number) for number in range(6)]
+    cases = [Case(f"a.py::test[{number}]", number=number) for number in range(6)]
     grids.pytest_collection_modifyitems(cases)
     assert sum("slow" in case.marks for case in cases) == 4
-    alone = Case("tests/test_a.py::test[5]", number=5)
+    alone = Case("a.py::test[5]", number=5)
     grids.pytest_collection_modifyitems([alone])
     assert "slow" not in alone.marks
-    bare = Case("tests/test_a.py::test")
+    bare = Case("a.py::test")
     del bare.callspec
     with pytest.raises(pytest.UsageError, match="has no parameters"):
         grids.pytest_collection_modifyitems([bare])

@@ -113,19 +113,26 @@ def test_levels_that_widen_products_give_the_same_bits(monkeypatch):
     assert torch.equal(*made)
 
 
+@pytest.mark.slow
 @pytest.mark.builds
-@pytest.mark.skipif(WIDENED[0] not in LEVELS, reason="the level does not run here")
-def test_products_without_memory_for_wide_rows(monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", [WIDENED[0], "x86-64-v4-amx"])
+def test_products_without_memory_for_rows(name, monkeypatch, tmp_path):
     """The sums are the same bits where nothing can be allocated."""
-    monkeypatch.setenv(VARIABLE, WIDENED[0])
-    level, out = library.choose(WIDENED[0])[0], tmp_path / "library.so"
+    if name not in LEVELS:
+        pytest.skip("the level does not run here")
+    monkeypatch.setenv(VARIABLE, name)
+    level, out = library.choose(name)[0], tmp_path / "library.so"
     header = tmp_path / "poor.h"
-    header.write_text("#include <stdlib.h>\n#define malloc(size) ((void *)0)\n")
+    header.write_text(
+        "#include <stdlib.h>\n#define malloc(size) ((void *)0)\n#define aligned_alloc(to, size) ((void *)0)\n"
+    )
     library.compile_library(out, level, extra=("-O1", "-include", str(header)))
     poor = Operations(ctypes.CDLL(str(out)), torch.bfloat16, level.name)
     for ins in (576, 577):
-        x, laid = drawn(1, 30, ins, dtype=torch.bfloat16), Interleaved.of(drawn(2, 40, ins))
-        assert torch.equal(poor.product(x, laid), OPERATIONS[torch.bfloat16].product(x, laid)), ins
+        x, weight = drawn(1, 30, ins, dtype=torch.bfloat16), drawn(2, 40, ins, dtype=torch.bfloat16)
+        rich, laid = OPERATIONS[torch.bfloat16], Interleaved.of(weight)
+        assert torch.equal(poor.product(x, laid), rich.product(x, laid)), ins
+        assert torch.equal(poor.rows_product(x, weight), rich.rows_product(x, weight)), ins
 
 
 def test_rows_that_are_not_contiguous_and_more_than_two_dimensions(dtype):

@@ -95,7 +95,7 @@ def in_use(monkeypatch):
     dispatch._operations.cache_clear()
 
 
-@pytest.mark.grid(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*BETWEEN[:1], *BETWEEN[-1:]}))
 def test_levels_between_compute_what_the_best_does(name, in_use, monkeypatch, tmp_path):
     """Compiled without optimization, in a quarter of the time: what is compared is our code."""

@@ -25,7 +25,7 @@ def laid(weight, layout):
 @pytest.mark.parametrize(("outs", "ins"), SIZES)
 def test_products(outs, ins, layout, dtype):
     product = OPERATIONS[dtype].rows_product
-    for rows in (1, 2, 3, 5, 6, 7, 16, 23):
+    for rows in (1, 2, 3, 5, 6, 7, 16, 23, 40):
         sizes = (rows, ins), (outs, ins), (outs,)
         x, weight, bias = (drawn(seed, *size, dtype=dtype) for seed, size in enumerate(sizes))
         exact = x.double() @ weight.double().T
@@ -71,6 +71,27 @@ def test_groups_of_rows_have_matrices_of_their_own(outs, ins, layout, dtype):
         assert torch.equal(made[first : first + count], alone)
         other = product(x[first : first + count], laid(weights[1], layout), bias[1])
         assert not torch.equal(made[first : first + count], other)
+
+
+@pytest.mark.parametrize(("outs", "ins"), [(16, 64), (200, 576), (7, 32)])
+def test_many_rows_have_the_bits_of_packed_weights_where_both_are_as_fast(outs, ins, dtype):
+    """Where inputs fill the last step, 32 of them; else packed weights multiply the last ones by other instructions."""
+    operations = OPERATIONS[dtype]
+    if not operations.in_place:
+        pytest.skip("here packed weights are faster, with sums in another order")
+    x, weight = drawn(1, 300, ins, dtype=dtype), drawn(2, outs, ins, dtype=dtype)
+    assert torch.equal(operations.rows_product(x, weight), operations.product(x, Interleaved.of(weight)))
+
+
+def test_what_lies_around_a_part_of_a_weight_is_not_read(dtype):
+    whole = torch.full((60, 100), torch.nan, dtype=dtype)
+    whole[3:40, 3:43] = drawn(1, 37, 40, dtype=dtype)
+    for outs in (5, 16, 20, 37):
+        for rows in (1, 20, 40):
+            x, weight = drawn(2, rows, 40, dtype=dtype), whole[3 : 3 + outs, 3:43]
+            made = OPERATIONS[dtype].rows_product(x, weight)
+            assert torch.equal(made, OPERATIONS[dtype].rows_product(x, weight.contiguous()))
+            assert made.isfinite().all()
 
 
 def test_weights_that_are_parts_of_others_and_rows_of_more_dimensions(dtype):

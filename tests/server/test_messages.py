@@ -542,7 +542,7 @@ THINKING = [{"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"}, {"
 def test_models_that_do_not_reason_answer(base, without_reasoning, thinking):
     """One without markers, and one whose reasoning is left in its text."""
     for each in (base, without_reasoning):
-        made = sent(each, thinking=thinking, max_tokens=8).json()
+        made = sent(each, thinking=thinking, max_tokens=8, temperature=0).json()
         assert [block["type"] for block in made["content"]] == ["text"]
         assert made["usage"]["output_tokens"] == 8
     answer = post(without_reasoning, CHAT, messages=ASK, thinking_token_budget=1024)

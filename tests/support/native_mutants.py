@@ -52,6 +52,7 @@ MUTANTS = (
         "const long token = t->token + query / t->group, seen = a->visible[token] + 1 - t->start;",
         _NATIVE,
     ),
+    CodeMutant("matrix_rows.h", "_tile_dpbf16ps(3, 5, 7)", "_tile_dpbf16ps(3, 4, 7)", "native/test_rows.py", unit=True),
     CodeMutant("ggml.h", "chosen_bits(higher, 4 - t, 0x10)", "chosen_bits(higher, 3 - t, 0x10)", _GGML),
     CodeMutant(
         "ggml.h", "load_half(steps + 32 * (f.groups + g))", "load_half(steps + 32 * (f.groups + (g ^ 1)))", _GGML

@@ -81,21 +81,25 @@ def _refuse_unused_matrix_unit(level: library.Level, dtype: torch.dtype) -> None
         raise library.UnavailableError(f"oneDNN's products use the processor's matrix unit, and {level.name} does not")
 
 
-def _require_agreement(made: Operations) -> None:
-    """Compare operations with known results: sums up to rounding, the rest exactly.
-
-    Whole layers are compared with those of transformers when a model is loaded (`backends.hf.probe`).
-    """
+def _require_products(made: Operations) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, bias = (torch.randn(size, generator=generator).to(made.dtype) for size in ((200, 334), (200,)))
     slack = 2 * torch.finfo(made.dtype).eps
     for rows in (1, 2, 5, 13, 40):
         x = torch.randn((rows, 334), generator=generator).to(made.dtype)
         expected = F.linear(x.double(), weight.double(), bias.double())
-        found = made.product(x, Interleaved.of(weight), bias).double()
-        if not torch.allclose(found, expected, rtol=slack, atol=1e-4):
-            raise UserError(f"its products of {rows} rows are off by {(found - expected).abs().max().item():.3g}")
-    scores = torch.randn((3, 5001), generator=generator)
+        for found in (made.product(x, Interleaved.of(weight), bias), made.rows_product(x, weight, bias)):
+            if not torch.allclose(found.double(), expected, rtol=slack, atol=1e-4):
+                raise UserError(f"its products of {rows} rows are off by {(found - expected).abs().max().item():.3g}")
+
+
+def _require_agreement(made: Operations) -> None:
+    """Compare operations with known results: sums up to rounding, the rest exactly.
+
+    Whole layers are compared with those of transformers when a model is loaded (`backends.hf.probe`).
+    """
+    _require_products(made)
+    scores = torch.randn((3, 5001), generator=torch.Generator().manual_seed(0))
     expected = scores.double().softmax(-1)
     if not torch.allclose(made.softmax(scores).double(), expected, rtol=1e-5, atol=0):
         raise UserError("its softmax differs from torch's")

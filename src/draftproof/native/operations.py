@@ -57,11 +57,18 @@ def _require_same_layouts(sizes: Any) -> None:
 
 
 class Operations:
-    """The functions of the library for rows of one type."""
+    """The functions of the library for rows of one type.
+
+    Attributes:
+        dtype: of rows and of what is made.
+        level: the level of processors that the library is for.
+        in_place: whether many rows are multiplied with weights where they are as fast as with packed ones.
+    """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, level: str) -> None:
         self.dtype = dtype
         self.level = level
+        self.in_place = dtype == torch.bfloat16 and level.endswith("amx")
         self._unit = UNITS[dtype]
         attach_threads(library)
         pointer: Any = ctypes.c_void_p

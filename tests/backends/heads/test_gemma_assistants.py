@@ -77,6 +77,7 @@ def difference(name, folder, more=(), kind=HFBackend):
     return worst
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("kind", TARGETS)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_transformers_at_every_step(name, kind):
@@ -253,6 +254,7 @@ def test_a_published_generator_that_names_another_q_is_detected(tmp_path):
         assert_output_distribution(target, greedy, "token", length=3)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("kind", TARGETS)
 @pytest.mark.parametrize(("name", "chains"), [("shared", 1), ("equal", 3)])
 def test_greedy_output_equals_transformers_token_for_token(name, chains, kind):

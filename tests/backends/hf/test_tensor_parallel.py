@@ -60,17 +60,19 @@ def alone(folders):
     return texts(folders, 1)
 
 
-@pytest.mark.grid(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["auto", *COMPOSITIONS, *FAMILIES])
 def test_two_processes_write_what_one_writes(divided, alone, name):
     assert divided[name] == alone[name]
 
 
+@pytest.mark.slow
 def test_the_target_was_divided(divided, alone):
     assert {divided[f"{name}, kind"] for name in FAMILIES} == {"TensorParallelBackend"}
     assert {alone[f"{name}, kind"] for name in FAMILIES} == {"HFBackend"}
 
 
+@pytest.mark.slow
 def test_drafters_that_read_the_targets_weights_are_refused(divided):
     for name, what in (("quantized", "it has no quantized twin"), ("early_exit", "its first layers cannot draft")):
         assert f"divided among 2 processes, so {what}: use drafter model, chains, tree, ngram" in divided[name]

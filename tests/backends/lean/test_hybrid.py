@@ -3,18 +3,14 @@
 import copy
 import functools
 import itertools
-import sys
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from draftproof import Engine, SamplingParams, native
+from draftproof import Engine, SamplingParams
 from draftproof.backends.base import Feed, rounding, unread
 from draftproof.backends.cache.layout import Layout
-from draftproof.backends.lean import module_backend
 from draftproof.backends.lean.mixture_modules import is_mixture
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.loading.by_name import load_backend
@@ -46,9 +42,7 @@ def model(name, dtype=torch.float32):
 def backend(name, dtype=torch.float32, *, pack=True):
     """As loading makes it, or with weights that stay where they are."""
     own = copy.deepcopy(model(name, dtype)) if pack else model(name, dtype)
-    # a matrix unit (AMX) takes larger weights than these
-    with mock.patch.object(module_backend, "_SMALL", 1 << 20):
-        return LeanSnapshotBackend(own, pack=pack, name=name)
+    return LeanSnapshotBackend(own, pack=pack, name=name)
 
 
 def own_logits(name):
@@ -73,52 +67,35 @@ def test_a_chain_has_the_same_bits_where_weights_stay(name):
     assert_same_bits(backend(name, torch.bfloat16, pack=False), IDS)
 
 
-@pytest.fixture
-def matrix_unit(monkeypatch):
-    """A processor that has one, as far as a model of these sizes asks; its products are those of this processor."""
-    monkeypatch.setattr(module_backend, "_SMALL", 1 << 9)
-    ask = native.operations_for
-
-    def with_unit(tensor):
-        found = ask(tensor)
-        if found is None or sys._getframe(1).f_code.co_name != "refuse_unit":
-            return found
-        return SimpleNamespace(level="x86-64-v4-amx")
-
-    monkeypatch.setattr(native, "operations_for", with_unit)
-
-
-def test_a_matrix_unit_gets_packed_weights(matrix_unit, tmp_path):
-    """In place, transformers' modules use it better; a model in memory is copied, and stays as it is."""
+def test_a_model_in_memory_stays_as_it_is_and_one_by_name_is_packed(tmp_path):
     whole = model("lfm2", torch.bfloat16)
-    left = LeanSnapshotBackend(whole, name="x", check=False)
-    assert "weights where they are do not use the processor's matrix unit" in rounding(left)
     whole.save_pretrained(tmp_path)
     before = [each.data_ptr() for each in whole.parameters()]
-    for made in (load_backend(str(tmp_path)), backend_in_memory(whole)):
-        assert (type(made), made.packed, rounding(made)) == (LeanSnapshotBackend, True, "")
+    for made, packed in ((load_backend(str(tmp_path)), True), (backend_in_memory(whole), False)):
+        assert (type(made), made.packed, rounding(made)) == (LeanSnapshotBackend, packed, "")
         assert_same_bits(made, IDS)
     assert [each.data_ptr() for each in whole.parameters()] == before
     assert type(whole.lm_head) is torch.nn.Linear
 
 
-def test_changed_weights_of_a_model_in_memory_stay(matrix_unit, tmp_path):
+def test_changed_weights_stay_where_others_may_have_them(tmp_path):
     """A checkpoint's pages have them; they were once let go after packing, and showed the file again."""
     model("lfm2", torch.bfloat16).save_pretrained(tmp_path)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     with torch.no_grad():
         for each in whole.parameters():
             each.mul_(1.25)
-    before = {name: each.clone() for name, each in whole.state_dict().items()}
-    assert backend_in_memory(whole).packed
-    assert all(torch.equal(each, before[name]) for name, each in whole.state_dict().items())
+    held = [(each, each.detach().clone()) for each in whole.parameters()]
+    assert LeanSnapshotBackend(whole, pack=True, name="x", check=False).packed
+    assert all(torch.equal(each, copied) for each, copied in held)
 
 
-def test_experts_of_16_bits_are_left_to_a_matrix_unit(matrix_unit):
+def test_experts_of_16_bits_stay_where_they_are():
+    """Whatever the processor has: a matrix unit multiplies them there."""
     target = LeanSnapshotBackend(copy.deepcopy(model("lfm2moe", torch.bfloat16)), pack=True, name="x", check=False)
-    assert (target.lean, target.packed) == (None, False)
-    assert any(isinstance(each, torch.nn.Linear) for each in target.model.modules())
-    assert LeanSnapshotBackend(model("lfm2moe"), name="x", check=False).lean is not None, "in float32 it has none"
+    assert target.lean is not None
+    assert target.packed
+    assert_same_bits(target, IDS)
 
 
 def test_a_packed_model_is_quantized_and_rounded():
@@ -140,6 +117,7 @@ def test_a_chain_has_the_same_bits_however_it_is_read(name, dtype):
     assert_same_bits(backend(name, dtype), IDS)
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", READ)
 def test_refused_drafts_leave_no_trace(name, dtype):

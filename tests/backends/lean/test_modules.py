@@ -155,6 +155,7 @@ def test_other_layers_have_other_logits(name, part, monkeypatch):
         packed(copy.deepcopy(model(name)), name=name)
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_chain_has_the_same_bits_however_it_is_read(name, dtype):
@@ -182,6 +183,7 @@ def test_sessions_fork_and_refused_drafts_leave_no_trace(name):
     torch.testing.assert_close(read(target, session, IDS[7:9]), whole[8:9], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_texts_are_those_of_transformers_with_and_without_drafts(name):
     prompts = [IDS * 2, IDS[:3]]

@@ -123,6 +123,7 @@ def test_texts_are_equal_with_and_without_drafts_and_in_batches(name, made):
     assert together == [Engine(backend, None).generate(prompt, params)[0].token_ids for prompt in prompts]
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", ALL)
 def test_a_row_has_the_same_bits_alone_and_among_others(name, bits, made):

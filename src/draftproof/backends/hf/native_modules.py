@@ -23,7 +23,7 @@ from draftproof.backends.products.packed_linear import GROUP, LinearSlice
 from draftproof.native.operations import Operations
 from draftproof.native.tensors import Interleaved, Quantized
 
-MOST_ROWS = 16  # more are left to torch, which uses a matrix unit where there is one
+MOST_ROWS = 16  # more are left to torch, unless native products are as fast for many
 _SAID = ("has_gate", "has_bias", "is_transposed", "down_proj", "num_experts")  # of how experts keep their weights
 _CHECKED = 5  # rows on which experts are compared
 _SAME = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative differences that rounding explains
@@ -106,9 +106,12 @@ def _with(module: Any, kind: type) -> Any:
 
 def _few(x: Tensor, weight: Tensor, most: int) -> Operations | None:
     """The operations for a product of rows with a weight; None where torch's own is to be taken."""
-    if x.numel() > most * x.shape[-1] or torch.is_grad_enabled() or x.dtype != weight.dtype or not x.numel():
+    if torch.is_grad_enabled() or x.dtype != weight.dtype or not x.numel() or weight.device != x.device:
         return None
-    return native.operations_for(x) if weight.device == x.device else None
+    operations = native.operations_for(x)
+    if operations is None or x.numel() <= most * x.shape[-1]:
+        return operations
+    return operations if operations.in_place and weight.stride(-1) == 1 else None
 
 
 class _NativeLinear(nn.Module):

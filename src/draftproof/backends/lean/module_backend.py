@@ -19,7 +19,7 @@ from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.cache.windows import FULL, SLIDING, Windows
 from draftproof.backends.hf.backend import HFBackend
-from draftproof.backends.hf.native_modules import MOST_ROWS, QuantizedExperts, says_experts
+from draftproof.backends.hf.native_modules import MOST_ROWS
 from draftproof.backends.hf.truncate import first_layers, put, shallow
 from draftproof.backends.lean.hybrid import HybridLean, family_of
 from draftproof.backends.lean.mixture_modules import is_mixture
@@ -30,7 +30,6 @@ from draftproof.backends.products.packed_linear import LinearSlice, PlainProduct
 from draftproof.errors import UserError
 from draftproof.peak import FilePages, release_freed_memory
 
-_SMALL = 1 << 18  # numbers of a weight for which a matrix unit gains little
 _log = logging.getLogger(__name__)
 
 
@@ -39,7 +38,7 @@ class ReadByLean(HFBackend):
 
     Args:
         pack: whether linear weights may move into the layout that native products read fastest, where the lean forward
-            reads the model. Only then do native products use a processor's matrix unit.
+            reads the model. A matrix unit reads bfloat16 weights as fast where they are.
         release: whether nobody else has the weights, so that pages of a checkpoint may go once they are packed.
 
     Attributes:
@@ -71,15 +70,11 @@ class ReadByLean(HFBackend):
         """Read the model as it is now by a lean forward, where that is possible."""
         self.lean = None
         try:
-            self.lean = self._lean_of(self._windows)
+            self.lean = HybridLean(self.model, self._windows)
         except UnreadError as cause:
             self._unread = self._unread or str(cause)
         self.packs = self.lean is not None
         self.own_threads |= self.packs
-
-    def _lean_of(self, windows: Windows) -> HybridLean:
-        refuse_unit(self.model)
-        return HybridLean(self.model, windows)
 
     @property
     @override
@@ -110,14 +105,20 @@ class LeanModulesBackend(ReadByLean):
     """Such a model without recurrent layers; other arguments as of HFBackend.
 
     Args:
-        pack: as of ReadByLean. Where weights stay, passes of many tokens are left to transformers' own modules, which
-            multiply them faster.
+        pack: as of ReadByLean. Where weights stay and no matrix unit multiplies them, passes of many tokens are left to
+            transformers' own modules, which multiply them faster.
 
     Raises:
         UserError: as of HFBackend, or a model that the lean forward does not read.
     """
 
     kind = "lean"
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether the lean forward makes passes of many tokens, too."""
+        operations = native.operations_for(next(self.model.parameters()))
+        return self.packed or (operations is not None and operations.in_place)
 
     @override
     def _multiply_natively(self) -> None:
@@ -129,17 +130,12 @@ class LeanModulesBackend(ReadByLean):
     def _read_lean(self) -> None:
         """Forms of the model that measure what its modules are given are read by these."""
         super()._read_lean()
-        self.packs &= self.packed
-
-    @override
-    def _lean_of(self, windows: Windows) -> HybridLean:
-        """Where weights stay, it reads few tokens only, for which a matrix unit gains nothing."""
-        return super()._lean_of(windows) if self.packed else HybridLean(self.model, windows)
+        self.packs &= self.reads_all
 
     @property
     @override
     def rounding(self) -> str:
-        if self.packed or self.lean is None:
+        if self.reads_all or self.lean is None:
             return super().rounding
         return (
             f"passes of more than {MOST_ROWS} tokens are those of transformers' own modules, whose sums depend on the "
@@ -154,13 +150,13 @@ class LeanModulesBackend(ReadByLean):
     @override
     def round_kv(self) -> None:
         """Others do not read its keys any more (`whole_keys`)."""
-        if not self.packed:
+        if not self.reads_all:
             super().round_kv()
         self._cache = SlotCache(self.facts.max_positions, rounds=True)
         self.whole_keys = False
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
-        if self.lean is None or not (self.packed or layout.ids.numel() <= MOST_ROWS):
+        if self.lean is None or not (self.reads_all or layout.ids.numel() <= MOST_ROWS):
             return super()._compute(layout, hidden=hidden)
         return self.lean(layout, self._cache, hidden=hidden)
 
@@ -209,39 +205,14 @@ def unpacked(model: Any) -> Any:
     return twin
 
 
-def refuse_unit(model: Any, *, packs: bool = False) -> None:
-    """Refuse a model of which large weights stay where they are, if the processor's matrix unit multiplies them faster.
-
-    Args:
-        model: as it would be read.
-        packs: whether linear layers are going to be packed; experts stay.
-
-    Raises:
-        UnreadError: it would.
-    """
-    for each in model.modules():
-        count = 1
-        if says_experts(each) and not isinstance(each, QuantizedExperts):
-            weight, count = each.down_proj, len(each.down_proj)
-        elif isinstance(each, nn.Linear) and not packs:
-            weight = each.weight
-        else:
-            continue
-        operations = native.operations_for(weight) if weight.dtype == torch.bfloat16 else None
-        if operations is not None and operations.level.endswith("amx") and weight.numel() // count > _SMALL:
-            raise UnreadError("native products with weights where they are do not use the processor's matrix unit")
-
-
-def why_unread(model: Any, windows: Windows | None = None, *, packs: bool = True) -> str | None:
+def why_unread(model: Any, windows: Windows | None = None) -> str | None:
     """Why the lean forward does not read a model; None where it does.
 
     Its masks are those of `windows`; by default they are taken to be such as it reads, since a pass would show them.
-    `packs` as of `refuse_unit`.
     """
     try:
         family_of(model)
         HybridLean(model, windows or Windows(frozenset({FULL, SLIDING}), model.config))
-        refuse_unit(model, packs=packs)
     except UnreadError as cause:
         return str(cause)
     return None

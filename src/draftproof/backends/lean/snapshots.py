@@ -23,7 +23,7 @@ class LeanSnapshotBackend(ReadByLean, SnapshotBackend):
 
     def _continuation(self, model: Any) -> ResumedMixers:
         """How it goes on from a state: native code always reads tokens as in one pass over everything."""
-        if why_unread(model, windows_of(model), packs=self.packed) is not None:
+        if why_unread(model, windows_of(model)) is not None:
             return super()._continuation(model)
         return ResumedMixers(several=True, single=True, divisible=frozenset())
 

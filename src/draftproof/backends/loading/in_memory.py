@@ -1,9 +1,8 @@
 """Backends around a transformers model that its owner goes on using: its weights are read and never moved.
 
 The lean forward works on copies of the linear weights, in its own layout. Backend hf shares every weight, and so do
-models whose layers differ, but for the small ones that native code has in another form; on a processor with a matrix
-unit, which needs its own layout, these are copied as well. All go by a shallow copy of the model, so that none keeps
-the model itself alive.
+models whose layers differ, but for the small ones that native code has in another form. All go by a shallow copy of
+the model, so that none keeps the model itself alive.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from draftproof.backends.hf.truncate import shallow
 from draftproof.backends.lean.backend import LeanForward, readable_traits
 from draftproof.backends.lean.graph_backend import forward_of
 from draftproof.backends.lean.layers import Lean
-from draftproof.backends.lean.module_backend import LeanModulesBackend, why_unread
+from draftproof.backends.lean.module_backend import LeanModulesBackend
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.loading.by_name import LEAN_KINDS, reads_modules, suitable
 from draftproof.backends.model_info import ModelInfo
@@ -58,8 +57,7 @@ def backend_in_memory(model: Any, *, backend: str = "auto", name: str | None = N
     modules = kind == LeanModulesBackend.kind and reads_modules(twin)
     if modules or kind == LeanSnapshotBackend.kind:
         cls = LeanModulesBackend if modules else LeanSnapshotBackend
-        packs = why_unread(twin, packs=False) is not None and why_unread(twin) is None and _fits(model)
-        return cls(_with_own_parts(twin) if packs else twin, pack=packs, name=name, check=check)
+        return cls(twin, name=name, check=check)
     if backend == "auto" and kind in LEAN_KINDS and not _fits(model):
         kind = "hf"
     if kind in LEAN_KINDS:
@@ -116,12 +114,6 @@ def _parts_of(model: Any) -> SimpleNamespace:
     shared = {id(each): each.detach() for each in model.parameters()}
     decoder, head = copy.deepcopy((model.model, model.lm_head), shared)
     return SimpleNamespace(model=decoder, lm_head=head)
-
-
-def _with_own_parts(model: Any) -> Any:
-    """A copy of a model with modules of its own, and the same tensors."""
-    shared = {id(each): nn.Parameter(each.detach(), requires_grad=False) for each in model.parameters()}
-    return copy.deepcopy(model, shared)
 
 
 def _fits(model: Any) -> bool:

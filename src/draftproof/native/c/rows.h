@@ -25,6 +25,10 @@ INLINE units NAME(load_some)(const ELEM *at, long count) {
   return load_units(all);
 }
 
+#if defined(WITH_AMX) && UNIT == 2
+#include "matrix_rows.h"
+#else
+
 /* Vectors whose lanes add up to the outputs of some rows, for `outs` neighbouring outputs. */
 INLINE void NAME(dots)(const NAME(rows_product) * p, const ELEM *x, const ELEM *w, floats (*into)[LANES], const int rows,
                        const int outs) {
@@ -117,6 +121,8 @@ static void NAME(share_dots)(void *given) {
     }
   }
 }
+
+#endif /* WITH_AMX */
 
 /* One vector of outputs of a group's rows for INPUTS_TOGETHER units of inputs: added to what was there, or begun. */
 INLINE void NAME(add_across)(const NAME(rows_product) * p, const ELEM *w, const int64_t *group, long out, long k) {
