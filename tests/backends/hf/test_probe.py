@@ -12,7 +12,7 @@ from draftproof import UserError
 from draftproof.backends.cache.windows import windows_of
 from draftproof.backends.heads.self_draft import EarlyExitBackend
 from draftproof.backends.hf.backend import HFBackend
-from draftproof.backends.hf.probe import Limit, limits_of
+from draftproof.backends.hf.probe import Limit, Probe, _tolerance, limits_of
 from draftproof.backends.lean.backend import LeanBackend, supports
 from draftproof.backends.products.packed_linear import fuse
 from draftproof.drafters.ngram import NgramDrafter
@@ -319,6 +319,20 @@ def test_early_exit_refuses_models_that_cannot_be_cut_in_one_line(kind):
     with pytest.raises(UserError, match=f"early exit: {kind}, first 1 layers .* cannot read two tokens") as caught:
         EarlyExitBackend(whole, 1)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_inputs_rounded_to_bytes_get_twice_the_tolerance_in_16_bits_and_no_fault_hides_there(name):
+    assert [_tolerance(dtype, rounded=True) for dtype in (torch.float32, torch.bfloat16)] == [0.08, 0.16]
+    model = random_model(CONFIGS[name](), seed=3).to(torch.bfloat16)
+    probe = Probe(model, "x", rounded=True)
+    probe.check(HFBackend(copy.deepcopy(model), check=False))
+    for part in ("self_attn.o_proj", "mlp.down_proj"):
+        wrong = copy.deepcopy(model)
+        with torch.no_grad():
+            wrong.model.layers[1].get_submodule(part).weight.neg_()
+        with pytest.raises(UserError, match="does not reproduce its own logits"):
+            probe.check(HFBackend(wrong, check=False))
 
 
 class Unsteady(HFBackend):

@@ -8,7 +8,7 @@ another size in each kind of layer, layers may read keys and values of earlier o
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -54,7 +54,7 @@ class FamilyNames:
         norms: of a layer, before attention or the mixer, after it, before the gated part, and after it; None where
             there is none.
         last: norm after all layers, in the model.
-        mixer: what keeps a state; empty where nothing does.
+        mixer: what keeps a state; empty where nothing does. Layers of models with experts may be without it.
         gated: the gated part.
         gates: its linear layers that read the same rows.
         down: its last linear layer.
@@ -87,6 +87,11 @@ class FamilyNames:
 _PROJECTED = ("gate_proj", "up_proj")
 _NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
 _ROTARY = ("rotary_emb", "pos_emb")  # names of what makes angles
+_GRANITE = {
+    "entering": "model.embedding_multiplier",
+    "divisor": "config.logits_scaling",
+    "residual": "residual_multiplier",
+}
 FAMILIES = (
     FamilyNames(
         ("operator_norm", None, "ffn_norm", None),
@@ -107,11 +112,7 @@ FAMILIES = (
         ("input_linear",),
         "output_linear",
         experts="block_sparse_moe",
-        factors={
-            "entering": "model.embedding_multiplier",
-            "divisor": "config.logits_scaling",
-            "residual": "residual_multiplier",
-        },
+        factors=_GRANITE,
     ),
     FamilyNames(
         ("input_layernorm", None, "pre_ff_layernorm", None),
@@ -149,8 +150,10 @@ FAMILIES = (
         ),
         factors={"leaving": "layer_scalar", "cap": "config.final_logit_softcapping"},
     ),
+    FamilyNames(_NORMS, "norm", "", "block_sparse_moe", (), "", factors=_GRANITE),
 )
-"""LFM2; Qwen3-Next and Qwen3.5; Granite 4; Falcon-H1; Gemma 4; and all but Falcon-H1 with experts."""
+"""LFM2; Qwen3-Next and Qwen3.5, and without recurrent layers Qwen3-MoE, Mixtral and others that are like Llama but for
+their experts; Granite 4; Falcon-H1; Gemma 4; Granite 3 with experts. All but Falcon-H1 may have experts."""
 
 
 def family_of(model: Any) -> FamilyNames:
@@ -168,10 +171,13 @@ def family_of(model: Any) -> FamilyNames:
     layers = inner._modules.get("layers") or ()  # noqa: SLF001 - has no public name
     names = {name for layer in layers for name, _ in layer.named_children()}
     for family in FAMILIES:
-        layer = {*filter(None, (*family.norms, family.mixer)), family.gated}
+        layer = {*filter(None, family.norms), family.gated}
         has_angles = any(hasattr(inner, name) for name in _ROTARY)
-        some = {"self_attn", family.experts, *family.embedded, *_names_of(family.beside)}
-        if names - some == layer and has_angles and _has(inner, family.last):
+        some = {"self_attn", family.mixer, family.experts, *family.embedded, *_names_of(family.beside)}
+        if names - some != layer or not has_angles or not _has(inner, family.last):
+            continue
+        # without a mixer and without experts, other forward passes read it
+        if not family.mixer or family.mixer in names or any(_has_mixture(each, family) for each in layers):
             return family
     raise UnreadError(f"its layers have parts that are not known together here ({', '.join(sorted(names))})")
 
@@ -180,6 +186,15 @@ def beside_of(layer: Any) -> Beside | None:
     """Names of the experts of a layer and of what they need, where they are beside its gated part."""
     known = (family.beside for family in FAMILIES if family.beside is not None)
     return next((each for each in known if all(_has(layer, name) for name in astuple(each))), None)
+
+
+def _is_mixture(part: Any) -> bool:
+    return isinstance(part, StoredMixture) or is_mixture(part)
+
+
+def _has_mixture(layer: Any, family: FamilyNames) -> bool:
+    names = (family.gated, family.experts)
+    return any(_is_mixture(getattr(layer, name)) for name in names if name and _has(layer, name))
 
 
 def _names_of(beside: Beside | None) -> tuple[str, ...]:
@@ -247,6 +262,7 @@ class HybridLean(Lean):
         attentions = {number: layer.self_attn for number, layer in enumerate(inner.layers) if _has(layer, "self_attn")}
         if not attentions:
             raise UnreadError("none of its layers attends")
+        _refuse_strange(attentions.values())
         self.windows = Windows(windows.kinds & {FULL, SLIDING} or frozenset({FULL}), windows.config)
         self._kinds = self._kinds_of(model.config, len(inner.layers))
         self._family = family
@@ -255,7 +271,8 @@ class HybridLean(Lean):
         self.traits = Traits(
             offset=offset,
             order=order,
-            activation=_activation_of_gates(inner.layers[0], family),
+            activation=_activation_of_gates(inner.layers, family),
+            whole=_norms_all_heads(attentions.values(), family),
             entering=factors["entering"],
             divisor=factors["divisor"] / factors["logits"],
             logit_cap=factors.get("cap", 0.0),
@@ -324,6 +341,13 @@ def _has(layer: Any, name: str) -> bool:
     return layer._modules.get(name) is not None  # noqa: SLF001 - has no public name
 
 
+def _refuse_strange(attentions: Iterable[Any]) -> None:
+    """Refuse attention that does not say what it does as others do."""
+    for each in attentions:
+        if lacking := [name for name in ("config", "head_dim", "scaling") if not hasattr(each, name)]:
+            raise UnreadError(f"its {type(each).__name__} has no {' and no '.join(lacking)}")
+
+
 def _angles(
     attentions: Mapping[int, Any], kinds: Sequence[str], rotary: Any
 ) -> tuple[tuple[int, ...], list[tuple[Tensor, float]], dict[int, int]]:
@@ -376,11 +400,22 @@ def _heads_of(attention: Any, source: Any, angles: int) -> Heads:
     return Heads(queries, keys, dim, float(attention.scaling), angles)
 
 
-def _activation_of_gates(layer: Any, family: FamilyNames) -> str:
-    """The activation of a family's gates, by those of a layer."""
-    gated = getattr(layer, family.gated)
-    act = next((getattr(gated, name) for name in ("act_fn", "activation") if _has(gated, name)), None)
-    return LLAMA.activation if act is None else activation_of(act)
+def _activation_of_gates(layers: Iterable[Any], family: FamilyNames) -> str:
+    """The activation of a family's gates, by those of the first layer that has some."""
+    for layer in layers:
+        gated = getattr(layer, family.gated)
+        act = next((getattr(gated, name) for name in ("act_fn", "activation") if _has(gated, name)), None)
+        if act is not None:
+            return activation_of(act)
+    return LLAMA.activation
+
+
+def _norms_all_heads(attentions: Collection[Any], family: FamilyNames) -> bool:
+    """Whether the norm of queries is over all heads together."""
+    found = (getattr(each, name) for each in attentions for name in family.turned[:1] if _has(each, name))
+    weights = (norm.weight for norm in found if getattr(norm, "weight", None) is not None)
+    dims = {int(each.head_dim) for each in attentions}
+    return any(len(weight) not in dims for weight in weights)
 
 
 class HybridLayer:
@@ -450,7 +485,7 @@ class HybridLayer:
         self.down: PackedLinear | None = None
         gated = getattr(layer, family.gated)
         self.mixture = _mixture_in(layer, family)
-        if not (isinstance(gated, StoredMixture) or is_mixture(gated)):
+        if not _is_mixture(gated):
             self._read_gated(gated, family, factors["gates"])
         beside = beside_of(layer)
         self.experts_in, self.experts_out, self.gated_out = (
@@ -488,8 +523,11 @@ class HybridLayer:
         self.qkv = Joint.of_modules(modules, torch.cat([part.flatten() for part in parts]), each)
         self.gates = parts[-1].numel()
         norms = [_with_weight(getattr(attention, name), heads.dim) for name in family.turned if _has(attention, name)]
-        if len(norms) not in ((len(family.turned),) if own else (0, 1)):
+        if len(norms) not in ((0, len(family.turned)) if own else (0, 1)):
             raise UnreadError("some of its heads have norms, and others have not")
+        sizes = [heads.dim * (count if self.traits.whole else 1) for count in (heads.queries, heads.keys, heads.keys)]
+        if any(len(norm.weight) != size for norm, size in zip(norms, sizes, strict=False)):
+            raise UnreadError("the norms of its heads have other sizes than these")
         self.turned = norm_of_heads(norms, heads, self.traits)
 
     def _read_gated(self, gated: Any, family: FamilyNames, by: float) -> None:

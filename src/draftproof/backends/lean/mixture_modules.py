@@ -26,7 +26,8 @@ from draftproof.backends.lean.traits import LLAMA, Experts, UnreadError, activat
 from draftproof.native.operations import MOST_EXPERTS
 from draftproof.native.tensors import Quantized
 
-_ROWS = 3  # of each kind that are compared; the middle one counts, since experts of nearly equal scores may change
+_ROWS = 3  # of each kind that are compared; the middle one counts
+_DRAWN = 32  # rows of each kind, of which those are taken whose experts are chosen most clearly
 _SAME = {torch.float32: 1e-5, torch.bfloat16: 3e-2}  # relative differences that rounding explains
 _ROUNDED = 3e-2  # the same where the module rounds its inputs to 8 bits
 _LOW = -15.0  # logits of experts whose sigmoids are so small that what is added to their sum is seen
@@ -274,9 +275,9 @@ def routing_of(block: Any, parts: SimpleNamespace, mixture: Mixture) -> Experts:
     """
     weight = parts.gate.weight
     source = torch.Generator().manual_seed(0)
-    x = torch.randn((_ROWS, weight.shape[1]), generator=source)
-    x = torch.cat([x, _inputs_of(weight.float(), _LOW + torch.randn((_ROWS, parts.count), generator=source))])
-    x = x.to(weight.dtype)
+    usual = torch.randn((_DRAWN, weight.shape[1]), generator=source)
+    low = _inputs_of(weight.float(), _LOW + torch.randn((_DRAWN, parts.count), generator=source))
+    x = torch.cat([_clear(each.to(weight.dtype), parts, mixture) for each in (usual, low)])
     expected = block(x.unsqueeze(0)).view(x.shape).double()
 
     def off(experts: Experts) -> float:
@@ -289,6 +290,17 @@ def routing_of(block: Any, parts: SimpleNamespace, mixture: Mixture) -> Experts:
     if not found[best] <= (_ROUNDED if parts.rounds else _SAME[weight.dtype]):
         raise UnreadError(f"a native mixture with the weights of its {type(block).__name__} computes something else")
     return best
+
+
+def _clear(x: Float[Tensor, "rows dim"], parts: SimpleNamespace, mixture: Mixture) -> Float[Tensor, "some dim"]:
+    """The rows whose least chosen expert is farthest from the next one: rounding of scores changes no choice there."""
+    scores = mixture.router(x).float()
+    if parts.biases is not None:
+        scores = scores.sigmoid() + parts.biases.float()
+    scores = scores.sort(dim=-1, descending=True).values
+    if parts.chosen == parts.count:
+        return x[:_ROWS]
+    return x[(scores[:, parts.chosen - 1] - scores[:, parts.chosen]).topk(_ROWS).indices]
 
 
 def _inputs_of(weight: Float[Tensor, "out in"], outputs: Float[Tensor, "rows out"]) -> Float[Tensor, "rows in"]:

@@ -57,7 +57,13 @@ def backend_in_memory(model: Any, *, backend: str = "auto", name: str | None = N
     modules = kind == LeanModulesBackend.kind and reads_modules(twin)
     if modules or kind == LeanSnapshotBackend.kind:
         cls = LeanModulesBackend if modules else LeanSnapshotBackend
-        return cls(twin, name=name, check=check)
+        try:
+            return cls(twin, name=name, check=check)
+        except UserError as cause:
+            if backend != "auto" or not modules:
+                raise
+            _log.warning("read by transformers' own forward pass: %s", cause)
+            twin, kind = _twin(model), "hf"
     if backend == "auto" and kind in LEAN_KINDS and not _fits(model):
         kind = "hf"
     if kind in LEAN_KINDS:
