@@ -7,9 +7,10 @@ import pytest
 import torch
 import transformers
 
-from draftproof import SamplingParams
+from draftproof import SamplingParams, UserError
 from draftproof.backends.base import rounding
 from draftproof.backends.hf.backend import HFBackend
+from draftproof.backends.hf.probe import Probe
 from draftproof.backends.lean.hybrid import HybridLayer
 from draftproof.backends.lean.mixture_modules import mixture_of
 from draftproof.backends.lean.module_backend import LeanModulesBackend, why_unread
@@ -123,19 +124,54 @@ def test_texts_are_those_of_transformers_with_and_without_drafts(name):
     assert output.stats.num_accepted_tokens > 0
 
 
-def test_what_they_do_not_read_is_left_to_transformers(tmp_path):
-    """Clipped queries are no part that is seen: the check finds other logits, and backend hf reads the model."""
-    config = transformers.OlmoeConfig(**SHAPE, **CHOSEN, clip_qkv=0.05)
-    clipped = random_model(config, seed=3)
-    assert why_unread(clipped) is None
-    before = [each.clone() for each in clipped.parameters()]
-    clipped.save_pretrained(tmp_path)
-    for made in (backend_in_memory(clipped), load_backend(str(tmp_path))):
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_no_fault_hides_in_the_tolerance_of_16_bits(name):
+    """It is twice as large for experts, since rounding decides which one is the last."""
+    whole = model(name, torch.bfloat16)
+    probe = Probe(whole, name)
+    probe.check(LeanModulesBackend(copy.deepcopy(whole), pack=True, name=name, check=False))
+    for part in ("self_attn.o_proj.weight", "mlp.experts.down_proj"):
+        wrong = copy.deepcopy(whole)
+        with torch.no_grad():
+            wrong.model.layers[1].get_parameter(part).neg_()
+        with pytest.raises(UserError, match="does not reproduce its own logits"):
+            probe.check(LeanModulesBackend(wrong, pack=True, name=name, check=False))
+
+
+STRANGE = {
+    "parts not known here (clip_qkv)": transformers.OlmoeConfig(**SHAPE, **CHOSEN, clip_qkv=0.05),
+    "numbers not known here (attn_alpha_factor": transformers.MiniMaxConfig(
+        **SHAPE, num_local_experts=8, num_experts_per_tok=3, layer_types=["full_attention"] * 3
+    ),
+}
+
+
+@pytest.mark.parametrize("said", STRANGE)
+def test_what_changes_sums_and_is_not_known_is_refused_by_its_parts(said):
+    """Also without the check at load."""
+    strange = random_model(STRANGE[said], seed=3)
+    assert said in why_unread(strange)
+    assert type(backend_in_memory(strange, check=False)) is HFBackend
+
+
+def test_what_the_check_finds_is_left_to_transformers(tmp_path, monkeypatch):
+    """Experts get other shares by mistake: backend hf reads the model, and it stays as it is."""
+    whole = copy.deepcopy(model("qwen3_moe"))
+    whole.save_pretrained(tmp_path)
+    before = [each.clone() for each in whole.parameters()]
+    begin = HybridLayer.__init__
+
+    def changed(self, *given, **more):
+        begin(self, *given, **more)
+        self.mixture.arguments.factor = 1.5
+
+    monkeypatch.setattr(HybridLayer, "__init__", changed)
+    with torch.inference_mode():
+        right = whole(torch.tensor([IDS])).logits[0]
+    for made in (backend_in_memory(whole), load_backend(str(tmp_path))):
         assert type(made) is HFBackend
-        with torch.inference_mode():
-            right = clipped(torch.tensor([IDS])).logits[0]
         assert off(read(made, made.open(), IDS[:1], IDS[1:]), right) < 1e-5
-    assert all(torch.equal(*each) for each in zip(before, clipped.parameters(), strict=True))
+    assert all(torch.equal(*each) for each in zip(before, whole.parameters(), strict=True))
 
 
 def test_routers_are_compared_where_rounding_changes_no_choice():

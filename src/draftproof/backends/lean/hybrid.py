@@ -262,7 +262,7 @@ class HybridLean(Lean):
         attentions = {number: layer.self_attn for number, layer in enumerate(inner.layers) if _has(layer, "self_attn")}
         if not attentions:
             raise UnreadError("none of its layers attends")
-        _refuse_strange(attentions.values())
+        _refuse_strange(inner.layers, family)
         self.windows = Windows(windows.kinds & {FULL, SLIDING} or frozenset({FULL}), windows.config)
         self._kinds = self._kinds_of(model.config, len(inner.layers))
         self._family = family
@@ -341,11 +341,29 @@ def _has(layer: Any, name: str) -> bool:
     return layer._modules.get(name) is not None  # noqa: SLF001 - has no public name
 
 
-def _refuse_strange(attentions: Iterable[Any]) -> None:
-    """Refuse attention that does not say what it does as others do."""
-    for each in attentions:
-        if lacking := [name for name in ("config", "head_dim", "scaling") if not hasattr(each, name)]:
-            raise UnreadError(f"its {type(each).__name__} has no {' and no '.join(lacking)}")
+def _refuse_strange(layers: Iterable[Any], family: FamilyNames) -> None:
+    """Refuse layers and attention that do not say what they do as others do, or have numbers that are not known here.
+
+    The check of whole passes would find what such numbers do, too; but it may be left out.
+    """
+    known = {"attention_dropout", "scaling", *(path.rpartition(".")[2] for path in family.factors.values())}
+    for layer in layers:
+        attention = layer._modules.get("self_attn")  # noqa: SLF001 - has no public name
+        for each in filter(None, (layer, attention)):
+            if found := {name for name, value in vars(each).items() if _is_factor(name, value)} - known:
+                raise UnreadError(f"its {type(each).__name__} has numbers not known here ({', '.join(sorted(found))})")
+        if attention is None:
+            continue
+        if lacking := [name for name in ("config", "head_dim", "scaling") if not hasattr(attention, name)]:
+            raise UnreadError(f"its {type(attention).__name__} has no {' and no '.join(lacking)}")
+        own = (*attention.named_parameters(recurse=False), *attention.named_buffers(recurse=False))
+        clipped = ["clip_qkv"] if getattr(attention.config, "clip_qkv", None) is not None else []
+        if strange := [name for name, _ in own] + clipped:
+            raise UnreadError(f"its {type(attention).__name__} has parts not known here ({', '.join(strange)})")
+
+
+def _is_factor(name: str, value: object) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and name.endswith(("factor", "multiplier", "scale")))
 
 
 def _angles(

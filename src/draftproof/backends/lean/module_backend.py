@@ -108,17 +108,15 @@ class LeanModulesBackend(ReadByLean):
         pack: as of ReadByLean. Where weights stay and no matrix unit multiplies them, passes of many tokens are left to
             transformers' own modules, which multiply them faster.
 
+    Attributes:
+        reads_all: whether the lean forward makes passes of many tokens, too.
+
     Raises:
         UserError: as of HFBackend, or a model that the lean forward does not read.
     """
 
     kind = "lean"
-
-    @property
-    def reads_all(self) -> bool:
-        """Whether the lean forward makes passes of many tokens, too."""
-        operations = native.operations_for(next(self.model.parameters()))
-        return self.packed or (operations is not None and operations.in_place)
+    reads_all = False
 
     @override
     def _multiply_natively(self) -> None:
@@ -130,6 +128,8 @@ class LeanModulesBackend(ReadByLean):
     def _read_lean(self) -> None:
         """Forms of the model that measure what its modules are given are read by these."""
         super()._read_lean()
+        operations = native.operations_for(next(self.model.parameters()))
+        self.reads_all = self.packed or (operations is not None and operations.in_place)
         self.packs &= self.reads_all
 
     @property

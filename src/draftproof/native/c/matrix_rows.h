@@ -159,7 +159,8 @@ static void share_dots_bfloat16(void *given) {
   for (const int64_t *group = p->groups; group < p->groups + 3 * p->count; group += 3)
     widest = group[2] > widest ? group[2] : widest;
   const long held = ((widest < most ? widest : most) + HEIGHT - 1) / HEIGHT;
-  units *paired = aligned_alloc(64, (size_t)(held * steps * HEIGHT) * sizeof *paired);
+  void *memory = malloc((size_t)(held * steps * HEIGHT + 1) * sizeof(units));
+  units *paired = memory ? (units *)(((uintptr_t)memory + 63) / 64 * 64) : 0;
   shape_plain_tiles(p->outs < LANES ? p->outs : LANES);
   for (long item = all * number / count; item < end;) {
     const int64_t *group = p->groups + 3 * (item / blocks);
@@ -170,6 +171,6 @@ static void share_dots_bfloat16(void *given) {
       plain_rows(p, w, bias, paired, group[1] + row, group[2] - row < most ? group[2] - row : most, block, stop);
     item += stop - block;
   }
-  free(paired);
+  free(memory);
   _tile_release();
 }
