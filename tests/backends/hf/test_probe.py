@@ -323,7 +323,7 @@ def test_early_exit_refuses_models_that_cannot_be_cut_in_one_line(kind):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_inputs_rounded_to_bytes_get_twice_the_tolerance_in_16_bits_and_no_fault_hides_there(name):
-    assert [_tolerance(dtype, uneven=True) for dtype in (torch.float32, torch.bfloat16)] == [0.08, 0.16]
+    assert [_tolerance(dtype, rounded=True) for dtype in (torch.float32, torch.bfloat16)] == [0.08, 0.16]
     model = random_model(CONFIGS[name](), seed=3).to(torch.bfloat16)
     probe = Probe(model, "x", rounded=True)
     probe.check(HFBackend(copy.deepcopy(model), check=False))

@@ -126,7 +126,6 @@ def test_texts_are_those_of_transformers_with_and_without_drafts(name):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_no_fault_hides_in_the_tolerance_of_16_bits(name):
-    """It is twice as large for experts, since rounding decides which one is the last."""
     whole = model(name, torch.bfloat16)
     probe = Probe(whole, name)
     probe.check(LeanModulesBackend(copy.deepcopy(whole), pack=True, name=name, check=False))

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from draftproof.backends.base import Backend, Capabilities, Feed, unread
 from draftproof.backends.cache.windows import CHUNKED, LINEAR, RECURRENT, SLIDING, Windows, windows_of
-from draftproof.backends.hf.native_modules import says_experts
 from draftproof.backends.model_info import ADVICE, SNAPSHOTS, cache_name, input_device, quantization_method
 from draftproof.backends.recurrent.mixers import mixers_of
 from draftproof.errors import UndraftableError, UserError, reason
@@ -158,8 +157,7 @@ class Probe:
         self._name = name
         self._recurrent = recurrent
         self._stepped = stepped
-        # then two ways of computing differ by more than the last digits of sums
-        self._uneven = rounded or any(map(says_experts, model.modules()))
+        self._rounded = rounded
         self._models = [model]  # whose limits are lowered together
         try:
             self.windows: Windows = windows_of(model)  # the kinds of attention mask that the model builds
@@ -286,7 +284,7 @@ class Probe:
             UndraftableError: it does not compute what the model computes.
         """
         self._models = [self._model] if twin is None else [self._model, twin]
-        tolerance = _tolerance(backend.dtype, uneven=self._uneven)
+        tolerance = _tolerance(backend.dtype, rounded=self._rounded)
         right: list[Scenario] = []
         bounds: list[tuple[Limit, str]] = [(limit, "that far it can be checked here") for limit in self._untested]
         for scenario in self._scenarios:
@@ -360,14 +358,10 @@ class Probe:
         return ""
 
 
-def _tolerance(dtype: torch.dtype, *, uneven: bool) -> float:
-    """Of relative errors, twice as large in 16 bits where a rounded number decides about more than itself.
-
-    Random weights with inputs of 8 bits are 0.1 off in bfloat16, wherever they are computed; tiny mixtures of experts
-    are 0.076 off on transformers' own modules, since the last expert that a token gets is a matter of rounding.
-    """
+def _tolerance(dtype: torch.dtype, *, rounded: bool) -> float:
+    """Of relative errors; random weights with inputs of 8 bits are 0.1 off in bfloat16, wherever they are computed."""
     most = TOLERANCE[torch.bfloat16]
-    if not uneven:
+    if not rounded:
         return TOLERANCE.get(dtype, most)
     return most if dtype.itemsize > 2 else 2 * most
 
