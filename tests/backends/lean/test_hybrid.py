@@ -50,7 +50,7 @@ def own_logits(name):
         return model(name)(torch.tensor([IDS])).logits[0]
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(10)
 @pytest.mark.parametrize("pack", [True, False], ids=["packed", "in place"])
 @pytest.mark.parametrize("name", READ)
 def test_logits_are_those_of_transformers(name, pack):

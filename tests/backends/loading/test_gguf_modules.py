@@ -78,7 +78,6 @@ def test_every_architecture_has_a_case():
     assert {name.split(",")[0] for name in CONFIGS} == set(ARCHITECTURES)
 
 
-@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_transformers(name, written):
     model, path = written(name, (None,))
