@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ def numbers(*shape: int) -> torch.Tensor:
     return torch.randint(56, 60, shape, dtype=torch.uint8)
 
 
-def product(loaded: ctypes.CDLL, form: str, outs: int, ins: int, rows: int) -> Case:
+def product(loaded: ctypes.CDLL, form: str, outs: int, ins: int, rows: int, threads: int) -> Case:
     """A product of some rows of bfloat16 with a weight of a form."""
     x, y = torch.randn(rows, ins).bfloat16(), torch.empty(rows, outs, dtype=torch.bfloat16)
     weight: Interleaved | Quantized | GGMLWeight
@@ -91,12 +92,12 @@ def product(loaded: ctypes.CDLL, form: str, outs: int, ins: int, rows: int) -> C
 
     def call() -> None:
         places = (each.data_ptr() for each in work)
-        run(x.data_ptr(), weight.arguments[0], None, None, y.data_ptr(), rows, outs, ins, *more, *places, 1)
+        run(x.data_ptr(), weight.arguments[0], None, None, y.data_ptr(), rows, outs, ins, *more, *places, threads)
 
     return Case(call, blocks.nbytes, rows * outs * ins)
 
 
-def attention(loaded: ctypes.CDLL, form: str, context: int, heads: int, tokens: int) -> Case:
+def attention(loaded: ctypes.CDLL, form: str, context: int, heads: int, tokens: int, threads: int) -> Case:
     """Attention of some tokens after others, over keys and values of 16 or 8 bits."""
     capacity = context + max(ROWS)
     shape = (1, heads, capacity, HEAD)
@@ -117,23 +118,24 @@ def attention(loaded: ctypes.CDLL, form: str, context: int, heads: int, tokens: 
 
     def call() -> None:
         fused.copy_(given)  # queries are turned in place
-        loaded.draftproof_attend_bfloat16(ctypes.addressof(made), 1)
+        loaded.draftproof_attend_bfloat16(ctypes.addressof(made), threads)
 
     size = 2 * heads * context * HEAD
     kept = mask, cos, sin, keys, values, scales, out
     return Case(call, size * keys.element_size(), size * QUERIES * tokens, kept)
 
 
-def case(loaded: ctypes.CDLL, form: str, size: int, rows: int, ins: int) -> tuple[Case, Case]:
+def case(loaded: ctypes.CDLL, form: str, size: int, rows: int, ins: int, threads: int = 1) -> tuple[Case, Case]:
     """A large case of about so many bytes, and a small one, which has what is to be taken off."""
     if form.startswith("keys"):
         bytes_of_key = 2 * HEAD * int(form.removeprefix("keys:")) // 8
         heads = 1 if size < IN_MEMORY else 8
         context = max(size // (bytes_of_key * heads) // 64, 2) * 64
-        return attention(loaded, form, context, heads, rows), attention(loaded, form, 64, heads, rows)
-    small, step = product(loaded, form, LANES, ins, rows), STEP.get(form, 4 * LANES)
+        large, small = (attention(loaded, form, length, heads, rows, threads) for length in (context, 64))
+        return large, small
+    small, step = product(loaded, form, LANES, ins, rows, threads), STEP.get(form, 4 * LANES)
     outs = max(size // small.size * LANES // step, 1) * step + LANES
-    return product(loaded, form, outs, ins, rows), small
+    return product(loaded, form, outs, ins, rows, threads), small
 
 
 def instructions_of(loaded: ctypes.CDLL, form: str, rows: int) -> tuple[Counter[Instruction], int]:
@@ -160,6 +162,18 @@ def measured(loaded: ctypes.CDLL, form: str, size: int, turns: int) -> list[tupl
     return found
 
 
+def five_over_one(loaded: ctypes.CDLL, form: str, threads: int) -> float:
+    """How long five rows take with all threads and weights in memory, as a multiple of one row."""
+
+    def seconds(rows: int) -> float:
+        large, small = (
+            best(each.call, 3, time.perf_counter) for each in case(loaded, form, IN_MEMORY, rows, INS, threads)
+        )
+        return large - small
+
+    return seconds(5) / seconds(1)
+
+
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}"
 
@@ -172,6 +186,7 @@ def main() -> None:
     parser.add_argument("--form", nargs="+", default=list(FORMS), choices=FORMS)
     parser.add_argument("--turns", type=int, default=9)
     options = parser.parse_args()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     facts, near, far, counts, raw = run_facts(), [], [], [], {}
@@ -193,9 +208,10 @@ def main() -> None:
             prompt = f"{products / took / 1e9:.1f}"
             near.append([name, form, *speeds, prompt, *(_percent(shares.get(rows)) for rows in COUNTS)])
             times = [took for took, _, _ in distant]
-            far.append([name, form, *(f"{speed / 1e9:.1f}" for _, speed, _ in distant), f"{times[4] / times[0]:.2f}"])
+            ratios = times[4] / times[0], five_over_one(loaded, form, threads)
+            far.append([name, form, *(f"{speed / 1e9:.1f}" for _, speed, _ in distant), *(f"{r:.2f}" for r in ratios)])
             counts.append([name, form, *(shown(*runs[rows]) if rows in runs else "" for rows in COUNTS)])
-            raw[f"{name}, {form}"] = {"cache": cached, "memory": distant, "share": shares}
+            raw[f"{name}, {form}"] = {"cache": cached, "memory": distant, "share": shares, "five": ratios}
             common.say(options, *near[-1])
             common.say(options, *far[-1])
             common.say(options, *counts[-1])
@@ -213,7 +229,9 @@ def main() -> None:
         "",
         f"## Weights in memory ({IN_MEMORY >> 20} MiB): GB/s by rows, and the time of five rows over one",
         "",
-        *table([*heads, "5 / 1"], far),
+        f"The last column is with {threads} threads, by the clock; they share the way to memory.",
+        "",
+        *table([*heads, "5 / 1", "5 / 1, all threads"], far),
         "",
         "## Instructions for 256 products: those that multiply, on vectors, that read memory, all",
         "",

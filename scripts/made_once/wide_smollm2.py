@@ -1,12 +1,13 @@
 """Write a .gguf file with the shapes of a larger model that computes what SmolLM2-135M computes.
 
-    python scripts/made_once/wide_smollm2.py SMOLLM2.gguf OUT.gguf [--shape 1.5b|0.4b] [--without 13-18]
+    python scripts/made_once/wide_smollm2.py SMOLLM2.gguf OUT.gguf [--shape 7b|1.5b|0.4b] [--without 13-18]
 
 Real weights of that size cannot always be had, and random ones write texts that no draft predicts. Here hidden states
-have 1,536 numbers of which 960 are 0, heads and gated inputs are added whose outputs are multiplied by 0, and norms are
-scaled for the greater width. So texts, and with them accepted drafts, are those of SmolLM2 but for rounding; the bytes
-and operations of a token are those of 1.5 B weights, which no engine can skip, as they are stored like all others. A
-draft for it has 0.4 B weights and lacks some of the layers, like `smollm2-135m-draft`.
+have 1,536 numbers (3,584 for 7 B) of which 576 are SmolLM2's and the others 0, heads and gated inputs are added whose
+outputs are multiplied by 0, and norms are scaled for the greater width. So texts, and with them accepted drafts, are
+those of SmolLM2 but for rounding; the bytes and operations of a token are those of 1.5 B weights, which no engine can
+skip, as they are stored like all others. A draft for it has 0.4 B weights and lacks some of the layers, like
+`smollm2-135m-draft`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Shape(NamedTuple):
         }
 
 
-SHAPES = {"1.5b": Shape(1536, 8960, 8), "0.4b": Shape(960, 4864, 5)}
+SHAPES = {"7b": Shape(3584, 18944, 16), "1.5b": Shape(1536, 8960, 8), "0.4b": Shape(960, 4864, 5)}
 _WITH_OTHERS = ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")
 """Whose further outputs are random numbers; those of the others are 0."""
 
@@ -100,6 +101,8 @@ def main() -> None:
             value = f"SmolLM2 135M at the shapes of {options.shape}"
         element = field.types[1] if len(field.types) > 1 else None
         writer.add_key_value(name, value, field.types[0], element)
+    for name in ("key_length", "value_length"):  # else it is the width divided by the number of heads
+        writer.add_uint32(f"llama.attention.{name}", DIM)
     rng = np.random.default_rng(0)
     for tensor in read.tensors:
         name = tensor.name
