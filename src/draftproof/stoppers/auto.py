@@ -275,7 +275,7 @@ class Auto(StopperBase):
 
     def tokens(self, row: int, drafts: int = 1) -> tuple[float, ...]:
         """Expected tokens of a round of this request with drafts of 0, 1, 2, ... tokens."""
-        return tokens_by_length(*self._state(row).expected(drafts), self.limit)
+        return tokens_by_length(*self._state(row).hopeful(drafts), self.limit)
 
     @property
     def _share(self) -> float:
@@ -285,7 +285,7 @@ class Auto(StopperBase):
     def _choice(self, members: Sequence[RequestRates]) -> DraftPlan:
         """The best plan for these requests together."""
         numbers = [1 << power for power in range(self._most_drafts.bit_length()) if 1 << power < self._most_drafts]
-        rates = tuple(sorted((n, *one.expected(n)) for n in (*numbers, self._most_drafts) for one in members))
+        rates = tuple(sorted((n, *one.hopeful(n)) for n in (*numbers, self._most_drafts) for one in members))
         case = self.learned_costs.version if self.learned_costs else 0, self._batch, rates
         if case not in self._best:
             if len(self._best) >= CACHE_SIZE:

@@ -157,11 +157,11 @@ class Allowance:
         self.left = LOSS
 
     def affords(self, loss: float, rows: int, *, short: bool = False) -> bool:
-        """Whether a round with this expected loss is allowed; a short trial always is, unless there is a debt.
+        """Whether a trial with this expected loss is allowed; a short one always is, unless there is a debt.
 
-        The expectation may be wrong, and only a trial corrects it.
+        The expectation may be wrong, and only a trial corrects it. TRIALS of them are needed.
         """
-        return loss * math.sqrt(rows) <= self.left or (short and self.left >= 0)
+        return TRIALS * loss * math.sqrt(rows) <= self.left or (short and self.left >= 0)
 
     def settle(self, gained: float, rows: int) -> None:
         """Add the gain of a round over plain decoding, in plain rounds; negative for a loss."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ PRIOR_WEIGHT = 4.0  # weight of assumed rates, in tokens
 DECAY = 0.96  # weight of a round relative to the next one of the same request
 SHARED_DECAY = 0.995  # the same for the counts of all requests together
 ENOUGH = 8.0  # tokens after which the counts of all requests are used for a new request
+RESTORED = 32.0  # tokens that the rates of an earlier run stand for
 FORGET_AFTER = 64  # rounds after which the rates of an unused kind of draft are forgotten
 FORGET_IDLE = (24, 192)  # rounds without a draft after which a request's own rates are forgotten: at first, and later
 
@@ -52,6 +54,7 @@ class SharedRates:
         self.assumed = assumed or {}
         self.counts: dict[int, RateCounts] = {}
         self.version = 0  # rises with every change
+        self._restored = set[int]()
 
     def expected(self, kind: int) -> AcceptanceRates | None:
         """Rates of a kind of draft; None if too little is known."""
@@ -68,6 +71,13 @@ class SharedRates:
             self.counts[kind] = RateCounts.assumed(known.first, known.later)
         self.counts[kind].count(drafted, accepted, SHARED_DECAY)
 
+    def doubt(self, kind: int) -> float:
+        """Standard error of the rate of first tokens of a kind of draft."""
+        counts = self.counts.get(kind)
+        tokens = PRIOR_WEIGHT if counts is None else sum(counts.first)
+        rate = (self.expected(kind) or AcceptanceRates()).first
+        return math.sqrt(rate * (1 - rate) / (tokens + RESTORED * (kind in self._restored)))
+
     def to_dict(self) -> dict[str, list[float]]:
         """The rates, for a file."""
         known = {kind: found for kind in self.counts if (found := self.expected(kind)) is not None}
@@ -80,6 +90,7 @@ class SharedRates:
             if not (0 <= first <= 1 and 0 <= later <= 1):
                 raise ValueError(f"expected rates from 0 to 1, got {first} and {later}")
             self.assumed[int(kind)] = AcceptanceRates(float(first), float(later))
+            self._restored.add(int(kind))
 
 
 @dataclass
@@ -114,6 +125,15 @@ class RequestRates:
         if drafts not in self._expected:  # needed in every round, but rounds without drafts change nothing
             self._expected[drafts] = self._from_counts(drafts)
         return self._expected[drafts]
+
+    def hopeful(self, drafts: int) -> tuple[float, float]:
+        """Expected rates, the first one higher by its standard error over all requests, while that is large.
+
+        A choice by the expectation alone would end with the first few refusals, which may be chance, and nothing is
+        learned without drafts.
+        """
+        first, later = self.expected(drafts)
+        return first if self.shared is None else min(round(first + self.shared.doubt(drafts), 2), 1.0), later
 
     def _from_counts(self, drafts: int) -> tuple[float, float]:
         if drafts in self.counts:
