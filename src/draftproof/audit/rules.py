@@ -77,24 +77,18 @@ ORDERINGS = (
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule, with the signature of a path rule, and how it is audited.
-
-    Attributes:
-        shapes: (chains, tokens) of the drafts on which it is enumerated; lengths are reported for the first one.
-        lossless: whether it is declared lossless.
-        tolerance: largest total variation of a lossless rule.
-        rounds: makes the verifier of a rule whose rounds depend on each other, so that the engine is enumerated instead
-            of one call; None for other rules.
-        shared_noise: whether target and draft draw with the same noise.
-    """
+    """A rule, with the signature of a path rule, and how it is audited."""
 
     name: str
     verify: PathRule
+    # (chains, tokens) of the drafts on which it is enumerated; lengths are reported for the first one
     shapes: tuple[tuple[int, int], ...]
-    lossless: bool = True
-    tolerance: float = EXACT
+    lossless: bool = True  # whether it is declared lossless
+    tolerance: float = EXACT  # largest total variation of a lossless rule
+    # makes the verifier of a rule whose rounds depend on each other, so that the engine is enumerated instead of one
+    # call; None for other rules
     rounds: Callable[[], Verifier] | None = None
-    shared_noise: bool = False
+    shared_noise: bool = False  # whether target and draft draw with the same noise
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,12 @@ Outcome = TypeVar("Outcome", bound=Hashable)
 
 
 class Tested(NamedTuple):
-    """The outcome of a test.
+    """The outcome of a test."""
 
-    Attributes:
-        p_value: probability of counts that differ at least this much if the distribution is right; 0 if an impossible
-            outcome occurred.
-        detectable: total variation that is detected with the required power.
-    """
-
+    # probability of counts that differ at least this much if the distribution is right; 0 if an impossible outcome
+    # occurred
     p_value: float
-    detectable: float
+    detectable: float  # total variation that is detected with the required power
 
 
 def chi_square_survival(x: float, df: int) -> float:

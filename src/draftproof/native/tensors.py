@@ -91,13 +91,9 @@ class Interleaved:
 
 @dataclass(frozen=True, eq=False)
 class Plain:
-    """A weight as torch keeps it, read where it is.
+    """A weight as torch keeps it, read where it is."""
 
-    Attributes:
-        weight: contiguous.
-    """
-
-    weight: Float[Tensor, "out in"]
+    weight: Float[Tensor, "out in"]  # contiguous
 
     def __post_init__(self) -> None:
         require("weight", self.weight, self.weight.dtype)

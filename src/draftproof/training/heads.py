@@ -25,17 +25,12 @@ RATIO_LIMIT = 5.0  # a ratio beyond e^5 decides alone: the running probability i
 
 @dataclass(frozen=True)
 class Labels:
-    """Weights and labels of the loss of a head.
+    """Weights and labels of the loss of a head."""
 
-    Attributes:
-        w_acc: weight of acceptances in the cross-entropy; acceptance only (SpecDec++, arXiv 2405.19715, section 3.3).
-        w_rej: weight of rejections in the cross-entropy; acceptance only.
-        lam: factor lambda: a token is acceptable if q <= lambda p; verifiers only (SPRINTER, arXiv 2502.04557, section
-            3.2).
-    """
-
+    # weight of acceptances in the cross-entropy; acceptance only (SpecDec++, arXiv 2405.19715, section 3.3)
     w_acc: float = 1.0
-    w_rej: float = 6.0
+    w_rej: float = 6.0  # weight of rejections in the cross-entropy; acceptance only
+    # factor lambda: a token is acceptable if q <= lambda p; verifiers only (SPRINTER, arXiv 2502.04557, section 3.2)
     lam: float = 1.2
 
     def __post_init__(self) -> None:

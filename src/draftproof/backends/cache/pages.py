@@ -81,11 +81,7 @@ class Buffer:
         return self._pages is not None
 
     def clear(self, part: Tensor) -> None:
-        """Fill a part with zeros and give its whole pages back.
-
-        Args:
-            part: a view of `tensor` whose elements are neighbours.
-        """
+        """Fill a part, a view of `tensor` whose elements are neighbours, with zeros and give its whole pages back."""
         if sys.platform == "win32" or self._pages is None or part.nbytes < PAGE:
             part.zero_()
             return

@@ -35,14 +35,10 @@ from draftproof.errors import UndraftableError, UserError
 
 @dataclass(frozen=True)
 class StoredPrediction:
-    """The prediction layers in the file that a model was read from, which are not read with it.
+    """The prediction layers in the file that a model was read from, which are not read with it."""
 
-    Attributes:
-        found: whether the file has some.
-        read: makes transformers' class of them over a model, in eval mode; raises UserError where it cannot.
-    """
-
-    found: bool
+    found: bool  # whether the file has some
+    # makes transformers' class of them over a model, in eval mode; raises UserError where it cannot
     read: Callable[[Any], Any]
 
 

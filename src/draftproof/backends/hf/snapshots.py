@@ -86,11 +86,9 @@ class SnapshotSession(SlotSession):
         return SnapshotSession(self.cache)
 
     def stage(self, root: State | None, end: State) -> None:
-        """States that the next `read` takes over (called by the backend).
+        """States after the chain and after everything that the next `read` takes over (called by the backend).
 
-        Args:
-            root: after the chain; None where that is the end, or where there is no chain.
-            end: after everything.
+        `root` is None where the chain is the end, or where there is none.
         """
         self._staged = root, end
 
@@ -132,12 +130,7 @@ class SnapshotSession(SlotSession):
 class SnapshotBackend(HFBackend):
     """A loaded transformers causal LM with recurrent layers (linear attention, convolutions, state spaces).
 
-    It reads chains only: the states of a tree's branches cannot share a row.
-
-    Args:
-        model: in eval mode, weights in place.
-        name: its name in errors and reports.
-        check: compare it with the model's plain forward pass now (`Probe`); costs a few short passes.
+    It reads chains only: the states of a tree's branches cannot share a row. Arguments as of HFBackend.
 
     Raises:
         UserError: the model keeps no states in transformers' own cache, or its rows differ from those of its plain

@@ -59,12 +59,9 @@ def shallow(module: Any) -> Any:
 
 
 def put(copied: dict[str, Any], path: str, layer: nn.Module) -> None:
-    """Replace the module at a path of a shallow copy, and every module above it by a copy of its own.
+    """Replace the module at a path of a shallow copy by a layer, and every module above it by a copy of its own.
 
-    Args:
-        copied: modules of the copy by path that are its own already, with the copy itself under "".
-        path: of the module that is replaced.
-        layer: what takes its place.
+    `copied` are the modules of the copy by path that are its own already, with the copy itself under "".
     """
     *above, last = path.split(".")
     owner, here = copied[""], ""

@@ -24,22 +24,15 @@ _FOLDED = 128  # passes up to this width fold the query heads of a key head, and
 
 @dataclass(frozen=True)
 class Heads:
-    """Number and size of a layer's heads.
+    """Number and size of a layer's heads."""
 
-    Attributes:
-        queries, keys: number of heads; each key head serves `group` neighbouring query heads.
-        dim: of each head.
-        scale: factor of the scores.
-        angles: the first of a pass's rotary angles that turn them, where layers differ.
-        cap: soft limit of the scores (cap tanh(score / cap)); 0 for none.
-    """
-
+    # queries, keys: number of heads; each key head serves `group` neighbouring query heads
     queries: int
     keys: int
-    dim: int
-    scale: float
-    angles: int = 0
-    cap: float = 0.0
+    dim: int  # of each head
+    scale: float  # factor of the scores
+    angles: int = 0  # the first of a pass's rotary angles that turn them, where layers differ
+    cap: float = 0.0  # soft limit of the scores (cap tanh(score / cap)); 0 for none
 
     @property
     def group(self) -> int:
@@ -49,25 +42,20 @@ class Heads:
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """The inputs that all layers of one forward pass share.
+    """The inputs that all layers of one forward pass share."""
 
-    Attributes:
-        rows, width: of the padded feeds; hidden states are [rows * width, dim].
-        cos, sin: rotary angles, [rows * width, 1, dim]; sin with the sign of `rotate_half`. Where layers differ, those
-            of each kind one after another in the last dimension.
-        cache, plan: where keys and values are written: a slot cache, or what has its `write` and needs no plan.
-        sequences: with their recurrent states, where layers keep some.
-        embedded: embeddings of every token in all layers, one after another, where layers have some.
-    """
-
+    # rows, width: of the padded feeds; hidden states are [rows * width, dim]
     rows: int
     width: int
+    # cos, sin: rotary angles, [rows * width, 1, dim]; sin with the sign of `rotate_half`. Where layers differ, those of
+    # each kind one after another in the last dimension
     cos: Tensor
     sin: Tensor
+    # cache, plan: where keys and values are written: a slot cache, or what has its `write` and needs no plan
     cache: Any
     plan: WritePlan | None
-    sequences: Sequences | None = None
-    embedded: Tensor | None = None
+    sequences: Sequences | None = None  # with their recurrent states, where layers keep some
+    embedded: Tensor | None = None  # embeddings of every token in all layers, one after another, where layers have some
 
     def angles(self, heads: Heads) -> tuple[Tensor, Tensor]:
         """Cosines and sines of a layer, each [rows * width, 1, dim]."""
@@ -141,13 +129,9 @@ class Attention(Protocol):
 
 
 def attention(heads: Heads, like: Tensor, sinks: Float[Tensor, " queries"] | None = None, *, pack: bool) -> Attention:
-    """The fastest available implementation.
+    """The fastest implementation; with `pack`, also one that needs a memory layout for the CPU.
 
-    Args:
-        heads: of the layer.
-        like: a weight, for its dtype and device.
-        sinks: scores without a value, which only the native implementation knows.
-        pack: whether an implementation that needs a memory layout for the CPU may be chosen.
+    `like` is a weight of the layer. Only the native implementation knows `sinks`.
     """
     operations = native.operations_for(like) if pack else None
     if operations is not None and operations.attends(heads.dim):
@@ -166,16 +150,9 @@ def turned_and_written(
     slots: Int[Tensor, " tokens"],
     places: Int[Tensor, " tokens"],
 ) -> Float[Tensor, "tokens turned dim"]:
-    """Turned queries and keys; keys and values are written to their places.
+    """Turned queries and keys; keys and values are written to their slots and places.
 
-    Args:
-        fused: queries, keys and values of every token.
-        cos: of each token.
-        sin: likewise, with the sign of `rotate_half`.
-        keys: of all tokens, some of which are written.
-        values: likewise.
-        slots: row of each token.
-        places: its position there.
+    Cosines and sines are those of every token; sines have the sign of `rotate_half`.
     """
     heads = keys.shape[1]
     turned = _turned(fused.narrow(1, 0, fused.shape[1] - heads), cos, sin)
@@ -189,11 +166,7 @@ def _turned(heads: Float[Tensor, "tokens heads dim"], cos: Tensor, sin: Tensor) 
 
 
 class TorchAttention(Attention):
-    """Attention by torch's operations.
-
-    Args:
-        heads: of the layer.
-    """
+    """Attention by torch's operations."""
 
     def __init__(self, heads: Heads) -> None:
         self.heads = heads
@@ -285,8 +258,6 @@ class NativeAttention(Attention):
     """Attention by `native`: no mask for chains, padding is not read, each row is read up to its own length.
 
     Args:
-        heads: of the layer.
-        operations: of this machine.
         sinks: of each query head a score that takes a share without giving a value.
     """
 

@@ -25,7 +25,6 @@ class EmbeddedPart:
 
     Args:
         parts: linear layer that makes gates, that behind them, and the norm of what is added.
-        traits: of the model.
     """
 
     def __init__(self, parts: Sequence[Any], traits: Traits) -> None:
@@ -62,12 +61,7 @@ class EmbeddedPart:
 
 
 class LayerEmbeddings:
-    """Embeddings of tokens in all layers.
-
-    Args:
-        inner: transformers' model without its output layer.
-        layers: those that read them, in order.
-    """
+    """Embeddings of tokens in all layers, for those that read them."""
 
     def __init__(self, inner: Any, layers: Sequence[Any]) -> None:
         self._table = getattr(inner, _TABLE)

@@ -48,39 +48,26 @@ from draftproof.backends.products.packed_linear import PackedLinear
 
 @dataclass(frozen=True)
 class FamilyNames:
-    """Names of a family's parts.
+    """Names of a family's parts."""
 
-    Attributes:
-        norms: of a layer, before attention or the mixer, after it, before the gated part, and after it; None where
-            there is none.
-        last: norm after all layers, in the model.
-        mixer: what keeps a state; empty where nothing does. Layers of models with experts may be without it.
-        gated: the gated part.
-        gates: its linear layers that read the same rows.
-        down: its last linear layer.
-        out: the last linear layer of attention.
-        turned: norms of queries, of keys and of values, as far as there are some.
-        embedded: what adds a layer's own embeddings of tokens: the linear layer that makes gates, that behind them, the
-            norm of what is added, and the activation; some models have them.
-        experts: a mixture of experts beside the gated part; one may also stand in its place.
-        beside: where experts are beside the gated part without a module around them, what they need.
-        factors: names of the numbers by which something is multiplied, where a family has them: `entering` and
-            `divisor` or `logits` (of the model), `cap` (soft limit of the logits), `residual`, `mixed` and `attended`
-            (of what parts of a layer add), `attention` (of what it reads), `keys`, `gates` and `down`, `leaving` (of
-            what a layer makes); each with the path from the model or the layer.
-    """
-
+    # of a layer, before attention or the mixer, after it, before the gated part, and after it; None where there is none
     norms: tuple[str | None, ...]
-    last: str
-    mixer: str
-    gated: str
-    gates: tuple[str, ...]
-    down: str
-    out: str = "o_proj"
-    turned: tuple[str, ...] = ()
+    last: str  # norm after all layers, in the model
+    mixer: str  # what keeps a state; empty where nothing does. Layers of models with experts may be without it
+    gated: str  # the gated part
+    gates: tuple[str, ...]  # its linear layers that read the same rows
+    down: str  # its last linear layer
+    out: str = "o_proj"  # the last linear layer of attention
+    turned: tuple[str, ...] = ()  # norms of queries, of keys and of values, as far as there are some
+    # what adds a layer's own embeddings of tokens: the linear layer that makes gates, that behind them, the norm of
+    # what is added, and the activation; some models have them
     embedded: tuple[str, ...] = ()
-    experts: str = ""
-    beside: Beside | None = None
+    experts: str = ""  # a mixture of experts beside the gated part; one may also stand in its place
+    beside: Beside | None = None  # where experts are beside the gated part without a module around them, what they need
+    # names of the numbers by which something is multiplied, where a family has them: `entering` and `divisor` or
+    # `logits` (of the model), `cap` (soft limit of the logits), `residual`, `mixed` and `attended` (of what parts of a
+    # layer add), `attention` (of what it reads), `keys`, `gates` and `down`, `leaving` (of what a layer makes); each
+    # with the path from the model or the layer
     factors: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -202,12 +189,7 @@ def _names_of(beside: Beside | None) -> tuple[str, ...]:
 
 
 class _Factors:
-    """The numbers by which a model or a layer multiplies something; 1 where a family has none.
-
-    Args:
-        owner: of the numbers.
-        family: says where they are.
-    """
+    """The numbers by which a model or a layer multiplies something; 1 where a family has none."""
 
     def __init__(self, owner: Any, family: FamilyNames) -> None:
         self._owner = owner
@@ -236,7 +218,6 @@ class HybridLean(Lean):
         windows: the kinds of attention mask that it builds.
 
     Attributes:
-        layers: in order.
         mixers: what keeps recurrent states.
 
     Raises:
@@ -440,12 +421,6 @@ class HybridLayer:
     """One layer, for native code; attributes as those of `layers.Layer`.
 
     Args:
-        layer: transformers' own.
-        number: its place, from 0.
-        family: names of its parts.
-        traits: of the model.
-        heads: of attention, in the layers that have it.
-        kind: of its attention mask.
         source: number of the layer whose keys and values it reads; its own where it makes some.
 
     Attributes:

@@ -69,12 +69,7 @@ class Joint:
         order: Int[Tensor, " places"] | None = None,
         factors: Float32[Tensor, " places"] | None = None,
     ) -> Joint:
-        """Linear layers of a model.
-
-        Args:
-            modules: the layers.
-            order: which of their outputs, one after another, stands at each place of a row.
-            factors: of each place.
+        """Linear layers of a model; `order` and `factors` as of the class.
 
         Raises:
             UnreadError: a layer that native code cannot read.
@@ -94,11 +89,8 @@ class Joint:
 def product_of_layer(module: Any) -> tuple[PackedLinear, Int[Tensor, " outs"]]:
     """The product that a linear layer is part of, and which of its outputs are the layer's.
 
-    Args:
-        module: the layer.
-
     Raises:
-        UnreadError: native code cannot read it.
+        UnreadError: native code cannot read the layer.
     """
     if isinstance(module, LinearSlice):
         if module.product.layout == REORDERED:

@@ -492,14 +492,7 @@ class Layer:
 
 
 def norm_of_heads(norms: Sequence[Any], heads: Heads, traits: Traits, *, pack: bool = True) -> Norm | WholeNorm | None:
-    """The norm of queries and keys, and of values where they have one.
-
-    Args:
-        norms: that of queries, that of keys and that of values, as far as there are some.
-        heads: of the layer.
-        traits: of the layer.
-        pack: see `Norm`.
-    """
+    """The norm of queries and keys, and of values where they have one, from the norms of each in this order."""
     if not norms:
         return None
     counts = (heads.queries, heads.keys, heads.keys)[: len(norms)]

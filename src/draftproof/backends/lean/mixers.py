@@ -27,21 +27,13 @@ _NUMBERS = {"A_log", "dt_bias"}
 
 @dataclass(frozen=True, eq=False)
 class MixerParts:
-    """What a module is made of, as native.c has it.
+    """What a module is made of, as native.c has it."""
 
-    Attributes:
-        kind: of MIXERS.
-        convolution: a weight for each channel and each of the last tokens, and biases.
-        inputs: the layers that read hidden states.
-        numbers: sizes and factors, by the names of MixerArguments.
-        tensors: likewise.
-    """
-
-    kind: str
-    convolution: nn.Conv1d
-    inputs: Joint
-    numbers: Mapping[str, int | float]
-    tensors: dict[str, Tensor]
+    kind: str  # of MIXERS
+    convolution: nn.Conv1d  # a weight for each channel and each of the last tokens, and biases
+    inputs: Joint  # the layers that read hidden states
+    numbers: Mapping[str, int | float]  # sizes and factors, by the names of MixerArguments
+    tensors: dict[str, Tensor]  # those that it has addresses of, by the same names
 
 
 def _short(module: Any) -> MixerParts:
@@ -119,13 +111,9 @@ class Mixer:
     """A module that keeps a recurrent state, read by native code.
 
     Args:
-        module: of transformers.
-        number: of its layer.
-        size: of hidden states.
         factor: of what it adds to the hidden states.
 
     Attributes:
-        number: as given.
         arguments: for native.c; they hold addresses of tensors that are kept here.
         kept: of its states.
 
@@ -175,19 +163,12 @@ class Mixer:
 
 @dataclass(frozen=True)
 class Kept:
-    """A state of a layer.
+    """A state of a layer."""
 
-    Attributes:
-        key: its name.
-        shape: of a sequence's, in memory.
-        dtype: of its numbers.
-        turned: whether transformers has the last two dimensions exchanged.
-    """
-
-    key: Key
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    turned: bool
+    key: Key  # its name
+    shape: tuple[int, ...]  # of a sequence's, in memory
+    dtype: torch.dtype  # of its numbers
+    turned: bool  # whether transformers has the last two dimensions exchanged
 
     @functools.cached_property
     def strides(self) -> tuple[int, ...]:
@@ -212,10 +193,7 @@ class PassStates:
     """The recurrent states of a pass: from where its sequences go on, and what they leave.
 
     Args:
-        mixers: of the model.
-        layers: number of the model's layers.
         layout: of the pass; packed.
-        before: the state of each sequence.
 
     Attributes:
         sequences: for native.c.

@@ -93,14 +93,7 @@ class Mixture:
 
 
 class StoredMixture(nn.Module):
-    """A mixture of experts of few bits, in the place of a model's own.
-
-    Args:
-        mixture: what computes it.
-
-    Attributes:
-        mixture: as given.
-    """
+    """A mixture of experts of few bits, in the place of a model's own."""
 
     def __init__(self, mixture: Mixture) -> None:
         super().__init__()

@@ -39,21 +39,13 @@ _UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueEr
 
 @dataclass(frozen=True)
 class Beside:
-    """Names of what a layer has where experts are beside its gated part, and no module is around them.
+    """Names of what a layer has where experts are beside its gated part, and no module is around them."""
 
-    Attributes:
-        experts: module of the experts.
-        router: what chooses them, by rows that it norms itself without weights.
-        experts_in: norm of the same rows, for the experts.
-        experts_out: of what they make.
-        gated_out: of what the gated part makes, before both are added.
-    """
-
-    experts: str
-    router: str
-    experts_in: str
-    experts_out: str
-    gated_out: str
+    experts: str  # module of the experts
+    router: str  # what chooses them, by rows that it norms itself without weights
+    experts_in: str  # norm of the same rows, for the experts
+    experts_out: str  # of what they make
+    gated_out: str  # of what the gated part makes, before both are added
 
 
 def is_mixture(module: nn.Module) -> bool:
@@ -63,11 +55,9 @@ def is_mixture(module: nn.Module) -> bool:
 
 @torch.inference_mode()
 def mixture_of(block: Any, beside: Beside | None = None) -> Mixture:
-    """The native mixture of a module; nothing is copied but a router that is beside its experts.
+    """The native mixture of a module, or of a layer that has experts beside its gated part.
 
-    Args:
-        block: the module.
-        beside: names of its parts, where it is a layer with experts beside its gated part.
+    Nothing is copied but a router that is beside its experts.
 
     Raises:
         UnreadError: a part that is not known here, or the mixture computes something else.

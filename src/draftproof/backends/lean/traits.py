@@ -356,12 +356,10 @@ def frequencies_of(rotary: Any, kind: str) -> tuple[Tensor, float]:
 
 
 def order_in_heads(attention: Any, rotary: Any, only: str | None = None) -> tuple[int, ...]:
-    """The order of a head's numbers; refuses rotary embeddings that the lean forward cannot compute.
+    """The order of a head's numbers, in the layers of one kind or in all.
 
-    Args:
-        attention: that calls them.
-        rotary: makes the angles.
-        only: the kind of layers that has such heads; by default all have.
+    Raises:
+        UnreadError: a rotary embedding that the lean forward cannot compute.
     """
     dim, turn = attention.head_dim, _turning(attention)
     widths = set()

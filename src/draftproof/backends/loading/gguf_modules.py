@@ -56,19 +56,12 @@ Order = Int[Tensor, " numbers"]
 
 @dataclass(frozen=True)
 class TensorSource:
-    """What a tensor of a model is in the file.
+    """What a tensor of a model is in the file."""
 
-    Attributes:
-        places: names in the file's layer; outputs of several follow one another.
-        rows: which of them each of the model's rows is; None where they are in order.
-        inputs: which of the model's inputs each of the file's is; None where they are in order.
-        change: of floats.
-    """
-
-    places: tuple[str, ...]
-    rows: Order | None = None
-    inputs: Order | None = None
-    change: Callable[[Tensor], Tensor] | None = None
+    places: tuple[str, ...]  # names in the file's layer; outputs of several follow one another
+    rows: Order | None = None  # which of them each of the model's rows is; None where they are in order
+    inputs: Order | None = None  # which of the model's inputs each of the file's is; None where they are in order
+    change: Callable[[Tensor], Tensor] | None = None  # of floats
 
 
 _LAST = TensorSource(("output_norm.weight",))
@@ -80,37 +73,26 @@ def _leave(_: Any) -> None:
 
 @dataclass(frozen=True)
 class ModuleFamily:
-    """What metadata do not say of a family that transformers' modules read.
+    """What metadata do not say of a family that transformers' modules read."""
 
-    Attributes:
-        kind: transformers' name of it.
-        fields: of its config, besides those of all architectures.
-        sources: of the tensors of a layer, by their names in transformers, with or without their last part.
-        norm: name of the last norm, and what it is in the file.
-        mixture: name of the layer's mixture of experts; its shared expert is part of it where it has a share.
-        activation: of the gates of experts.
-        route: changes a layer whose experts choose tokens themselves.
-        beside: what modules beside the layers are in the file, by name, if the model has them.
-        backend: of a model with floats, and of one with few bits.
-        modules: the same where transformers' modules read it, and the lean forward does not.
-        attention: name of its attention in transformers.
-        finish: changes the model within, which has its weights, before its modules read it.
-        spare: names of tensors of layers that a file may have although nothing reads them.
-    """
-
-    kind: str
-    fields: Callable[[GGUFFile], dict[str, Any]]
+    kind: str  # transformers' name of it
+    fields: Callable[[GGUFFile], dict[str, Any]]  # of its config, besides those of all architectures
+    # of the tensors of a layer, by their names in transformers, with or without their last part
     sources: Callable[[Any], Mapping[str, TensorSource | str]]
-    norm: tuple[str, TensorSource] = ("model.norm", _LAST)
-    mixture: str = ""
-    activation: str = "silu"
-    route: Callable[[Any], None] = _leave
+    norm: tuple[str, TensorSource] = ("model.norm", _LAST)  # name of the last norm, and what it is in the file
+    mixture: str = ""  # name of the layer's mixture of experts; its shared expert is part of it where it has a share
+    activation: str = "silu"  # of the gates of experts
+    route: Callable[[Any], None] = _leave  # changes a layer whose experts choose tokens themselves
+    # what modules beside the layers are in the file, by name, if the model has them
     beside: Mapping[str, str] = field(default_factory=dict)
+    # of a model with floats, and of one with few bits
     backend: tuple[type[HFBackend], type[HFBackend]] = (LeanSnapshotBackend, StoredSnapshotBackend)
+    # the same where transformers' modules read it, and the lean forward does not
     modules: tuple[type[HFBackend], type[HFBackend]] = (LeanSnapshotBackend, StoredSnapshotBackend)
-    attention: Callable[[], str] = lambda: "sdpa"
+    attention: Callable[[], str] = lambda: "sdpa"  # name of its attention in transformers
+    # changes the model within, which has its weights, before its modules read it
     finish: Callable[[Any], None] = _leave
-    spare: tuple[str, ...] = ()
+    spare: tuple[str, ...] = ()  # names of tensors of layers that a file may have although nothing reads them
 
 
 _ATTENTION = {
@@ -597,14 +579,6 @@ def _common(file: GGUFFile) -> dict[str, Any]:
 class _Filling:
     """A model of transformers with the tensors of a file.
 
-    Args:
-        tensors: of the file.
-        family: its family.
-        dtype: of hidden states.
-
-    Attributes:
-        model: in eval mode.
-
     Raises:
         UnreadError: tensors that do not fit, or that would be left unread.
     """
@@ -642,10 +616,7 @@ class _Filling:
         self._refuse_left(each for each in self._unread if not each.startswith(file.prediction_layers))
 
     def prediction_layer(self, model: Any) -> Any:
-        """transformers' class of the file's prediction layer, over the model.
-
-        Args:
-            model: that was made here, or a form of it.
+        """transformers' class of the file's prediction layer, over the model that was made here or a form of it.
 
         Raises:
             UnreadError: there is none, there are several, or tensors that do not fit.
@@ -707,12 +678,7 @@ class _Filling:
         self._linear(self.model, {"lm_head": self._loaded("lm_head", self.model.lm_head, source, "")})
 
     def _layer(self, layer: nn.Module, at: str) -> None:
-        """Fill the modules of a layer.
-
-        Args:
-            layer: of the model.
-            at: what the names of its tensors begin with in the file.
-        """
+        """Fill the modules of a layer, whose tensors have names that begin with `at` in the file."""
         for path, module in list(layer.named_modules()):
             stem = f"{path}." if path else ""
             linear = {name: each for name, each in module.named_children() if type(each) is nn.Linear}
@@ -834,19 +800,12 @@ class _Filling:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """The weights of a linear layer.
+    """The weights of a linear layer."""
 
-    Attributes:
-        parts: matrices, whose outputs follow one another.
-        rows: which of their outputs each of the layer's is; None where they have the same order.
-        inputs: which of the layer's inputs each of theirs is; None where they have the same order.
-        bias: if there is one.
-    """
-
-    parts: Sequence[StoredMatrix | Tensor]
-    rows: Order | None
-    inputs: Order | None
-    bias: nn.Parameter | None
+    parts: Sequence[StoredMatrix | Tensor]  # matrices, whose outputs follow one another
+    rows: Order | None  # which of their outputs each of the layer's is; None where they have the same order
+    inputs: Order | None  # which of the layer's inputs each of theirs is; None where they have the same order
+    bias: nn.Parameter | None  # if there is one
 
     @property
     def matrices(self) -> list[StoredMatrix]:

@@ -45,7 +45,6 @@ class FileTensors:
     """The tensors of a file, by the names that it has for them.
 
     Args:
-        file: which has them.
         dtype: of what products make.
         dense: whether matrices are read into memory, as the numbers that they stand for.
 

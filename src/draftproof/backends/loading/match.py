@@ -57,17 +57,11 @@ class Match:
 
 @dataclass(frozen=True)
 class Reads:
-    """Bytes of weights that a pass reads.
+    """Bytes of weights that a pass reads."""
 
-    Attributes:
-        dense: for every row.
-        experts: of all experts of all layers.
-        chosen: share of a layer's experts that a token chooses.
-    """
-
-    dense: int
-    experts: int = 0
-    chosen: float = 1.0
+    dense: int  # for every row
+    experts: int = 0  # of all experts of all layers
+    chosen: float = 1.0  # share of a layer's experts that a token chooses
 
     def of(self, rows: int) -> float:
         """For so many rows, whose tokens choose experts independently: neighbours share some, and read less."""

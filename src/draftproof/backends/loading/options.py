@@ -63,9 +63,7 @@ class LoadOptions:
 def draft_dtype(name: str, dtype: str) -> tuple[str, int | None]:
     """The dtype in which a draft model is loaded, and the bits to which its weights are quantized then.
 
-    Args:
-        name: a name of a dtype, or "int8" or "int4".
-        dtype: the target's, which "auto" stands for.
+    `dtype` is the target's, which the name "auto" stands for.
     """
     quantized = {f"int{bits}": bits for bits in BITS}
     if name in quantized:

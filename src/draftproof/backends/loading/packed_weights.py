@@ -156,13 +156,8 @@ def grouped(
 ) -> StoredMatrix:
     """A matrix in groups as C reads it: numbers of 4 bits, and of each group a scale and the number that stands for 0.
 
-    Args:
-        numbers: the weights.
-        zeros: which number stands for 0.
-        scales: of a step.
-        dtype: of what products make.
-        group_of: the group of each input, where neighbours may be in different ones (GPTQ's act-order). Inputs of a
-            group are put side by side then, and products take them in that order.
+    `group_of` is the group of each input, where neighbours may be in different ones (GPTQ's act-order). Inputs of a
+    group are put side by side then, and products take them in that order.
 
     Raises:
         UnreadError: scales that float16 does not hold, or sizes of groups that are not known.

@@ -113,12 +113,7 @@ class _NewOnly(CacheView):
 
 
 class _Passing:
-    """What the attention layers of a pass share.
-
-    Args:
-        layout: of the pass.
-        cache: of keys and values.
-    """
+    """What the attention layers of a pass share."""
 
     def __init__(self, layout: Layout, cache: SlotCache) -> None:
         self._layout = layout
@@ -130,15 +125,9 @@ class _Passing:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Float[Tensor, "rows tokens heads dim"]:
-        """Write new keys and values, and attend.
+        """Write new keys and values, and attend; keys may be those of another layer, where layers share them.
 
-        Args:
-            layer: its number.
-            query: [rows, heads, tokens, dim], as keys and values are.
-            key: of the new tokens; another layer's own where layers share them.
-            value: likewise.
-            scale: of scores.
-            window: how many tokens are seen; None for all.
+        Queries, keys and values are [rows, heads, tokens, dim].
         """
         rows, heads, width, dim = query.shape
         operations = native.operations_for(query)

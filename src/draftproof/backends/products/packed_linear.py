@@ -205,7 +205,6 @@ class PlainProduct(PackedLinear):
 
     Args:
         weight: contiguous, of a type that has native operations.
-        bias: if there is one.
     """
 
     def __init__(self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None) -> None:
@@ -480,13 +479,9 @@ class StoredProduct(PackedLinear):
 
 
 class SplitProduct(PackedLinear):
-    """Several products with the same inputs whose weights are of several kinds; their outputs follow one another.
-
-    Args:
-        products: native ones.
+    """Native products with the same inputs whose weights are of several kinds; their outputs follow one another.
 
     Attributes:
-        products: as given.
         rounds_inputs: whether one of them rounds its inputs.
     """
 

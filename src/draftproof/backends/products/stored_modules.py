@@ -13,14 +13,10 @@ from draftproof.native.ggml import StoredMatrix
 
 
 class StoredLinear(LinearSlice):
-    """Some outputs of a product with matrices of few bits.
-
-    Args:
-        product: of all matrices that are read with the same inputs.
-        inputs: which of the layer's inputs each of the product's is; None where they have the same order.
+    """Some outputs of a product with all matrices of few bits that are read with the same inputs.
 
     Attributes:
-        inputs: as given.
+        inputs: which of the layer's inputs each of the product's is; None where they have the same order.
     """
 
     def __init__(
@@ -72,8 +68,6 @@ class StoredGates(nn.Module):
 
     Args:
         gate_up: the product that makes gates, and behind them what they let through.
-        gated: makes one of both.
-        down: the layer behind.
     """
 
     def __init__(self, gate_up: PackedLinear, gated: Callable[[Tensor], Tensor], down: nn.Module) -> None:
@@ -89,12 +83,7 @@ class StoredGates(nn.Module):
 
 
 class NativeNorm(nn.Module):
-    """A norm by native operations, whose last digits do not depend on the rows of a pass.
-
-    Args:
-        norm: what computes it.
-        weight: its own.
-    """
+    """A norm by native operations, whose last digits do not depend on the rows of a pass."""
 
     def __init__(self, norm: Callable[[Tensor], Tensor], weight: Float[Tensor, " dim"]) -> None:
         super().__init__()

@@ -26,15 +26,10 @@ _REFUSALS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, Valu
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution of the last tokens of each channel; it leaves to transformers' function what it does not compute.
+    """A convolution of the last tokens of each channel; what it does not compute, transformers' function does."""
 
-    Attributes:
-        own: transformers' function.
-        states: whether it reads tokens after a state, which it changes.
-    """
-
-    own: Callable[..., Tensor]
-    states: bool
+    own: Callable[..., Tensor]  # transformers' function
+    states: bool  # whether it reads tokens after a state, which it changes
 
     @classmethod
     def of(cls, name: str, own: Callable[..., Tensor]) -> Convolution | None:

@@ -79,10 +79,7 @@ class _Watching(StateView):
     """A cache of one row that reports when a state is asked for or left.
 
     Args:
-        width: tokens that are read.
-        report: called each time.
         cuts: the pieces in which mixers read; by default one.
-        mark: see `RowGroup`.
     """
 
     def __init__(
@@ -110,17 +107,11 @@ class _Watching(StateView):
 
 @dataclass(frozen=True)
 class ResumedMixers:
-    """How the mixers of a model go on from a state.
+    """How the mixers of a model go on from a state."""
 
-    Attributes:
-        several: whether several tokens after a state are read as in one pass over everything.
-        single: whether single tokens are.
-        divisible: the types of mixers that keep the right state at the root while they read on.
-    """
-
-    several: bool
-    single: bool
-    divisible: frozenset[type]
+    several: bool  # whether several tokens after a state are read as in one pass over everything
+    single: bool  # whether single tokens are
+    divisible: frozenset[type]  # the types of mixers that keep the right state at the root while they read on
 
     @property
     def stepwise(self) -> bool:
@@ -179,14 +170,9 @@ def _widened(tensor: Tensor) -> Tensor:
 def _outputs(
     forward: Callable[..., Any], cuts: Sequence[int], inputs: Any, *, follow: bool = False, divisible: bool = False
 ) -> tuple[list[Tensor], Mapping[Key, Tensor]]:
-    """The tensors that a mixer returns when it reads in pieces, and its states after the first one.
+    """The tensors that a mixer returns when it reads in pieces that end at `cuts`, and its states after the first one.
 
-    Args:
-        forward: of the mixer.
-        cuts: where pieces end.
-        inputs: what it is given.
-        follow: whether it reads as in our passes.
-        divisible: whether it reads all pieces at once.
+    With `follow` it reads as in our passes; a `divisible` one reads all pieces at once.
     """
     view, found = _Watching(_SHORT, cuts=cuts, mark=_ROOT if len(cuts) == 2 else None), list[Tensor]()
 
@@ -225,14 +211,8 @@ def in_pieces(
 ) -> Iterator[None]:
     """While this is open, mixers read a pass group by group and piece by piece; the view keeps the states.
 
-    The caller holds the lock of the model's cache: the modules are changed meanwhile.
-
-    Args:
-        mixers: see `mixers_of`.
-        view: the cache of the pass.
-        rows: of the padded pass.
-        width: of the padded pass.
-        divisible: the types of mixers that read all pieces of a group at once.
+    The caller holds the lock of the model's cache: the modules are changed meanwhile. Rows and width are those of the
+    padded pass; mixers of the types in `divisible` read all pieces of a group at once.
     """
     if len(view.groups) == 1 and view.groups[0].cuts == (width,):
         yield

@@ -20,14 +20,10 @@ _REFUSALS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, Valu
 
 @dataclass(frozen=True)
 class NativeRule:
-    """The delta rule in C, with the arguments of transformers' functions.
+    """The delta rule in C, with the arguments of transformers' functions."""
 
-    Attributes:
-        own: transformers' function; it computes what C does not.
-        known: the inputs for which both agree: the dimensions of the decays, and whether heads share keys.
-    """
-
-    own: Callable[..., Any]
+    own: Callable[..., Any]  # transformers' function; it computes what C does not
+    # the inputs for which both agree: the dimensions of the decays, and whether heads share keys
     known: frozenset[tuple[int, bool]]
 
     @classmethod

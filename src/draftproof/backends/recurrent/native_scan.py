@@ -58,13 +58,9 @@ def _computes(*given: Any, dim: int) -> bool:
 
 @dataclass(frozen=True)
 class NativeScan:
-    """The state space for several tokens.
+    """The state space for several tokens."""
 
-    Attributes:
-        own: transformers' function; it computes what C does not.
-    """
-
-    own: Callable[..., Any]
+    own: Callable[..., Any]  # transformers' function; it computes what C does not
 
     @classmethod
     def of(cls, own: Callable[..., Any]) -> NativeScan | None:
@@ -113,13 +109,9 @@ class NativeScan:
 
 @dataclass(frozen=True)
 class NativeStep:
-    """The state space for one token, whose arguments are repeated for the numbers of a head and of a state.
+    """The state space for one token, whose arguments are repeated for the numbers of a head and of a state."""
 
-    Attributes:
-        own: transformers' function; it computes what C does not.
-    """
-
-    own: Callable[..., Tensor]
+    own: Callable[..., Tensor]  # transformers' function; it computes what C does not
 
     @classmethod
     def of(cls, own: Callable[..., Tensor]) -> NativeStep | None:

@@ -45,13 +45,10 @@ _PASS: ContextVar[StateView | None] = ContextVar("_PASS", default=None)
 
 
 def follow_passes(mixers: Sequence[nn.Module]) -> None:
-    """Let the recurrences of layers follow our passes (`in_pass`).
+    """Let the recurrences of layers follow our passes (`in_pass`); mixers are those of `mixers_of`.
 
     They are replaced for good among the names that the layer's forward pass looks up, and outside of our passes they do
     what they did.
-
-    Args:
-        mixers: see `mixers.mixers_of`.
     """
     for kind in {kind for each in mixers for kind in type(each).__mro__ if "forward" in vars(kind)}:
         names: dict[str, Any] = inspect.unwrap(vars(kind)["forward"]).__globals__
@@ -111,17 +108,12 @@ class _InPasses:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A recurrence of transformers that can be divided.
+    """A recurrence of transformers that can be divided."""
 
-    Attributes:
-        many: the form of several tokens; takes inputs of [rows, tokens, ...] and a state, returns outputs and a state.
-        few: another form of the same function, for passes on a CPU.
-        most: tokens that it is taken for.
-    """
-
+    # the form of several tokens; takes inputs of [rows, tokens, ...] and a state, returns outputs and a state
     many: Callable[..., Any]
-    few: Callable[..., Any]
-    most: int
+    few: Callable[..., Any]  # another form of the same function, for passes on a CPU
+    most: int  # tokens that it is taken for
 
     def __call__(self, first: Tensor, *args: Any, **options: Any) -> Any:
         """The outputs and the state at the end; see `many`."""

@@ -26,15 +26,10 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """The states of all layers after some tokens of one sequence: a row of tensors that sequences share.
+    """The states of all layers after some tokens of one sequence: a row of tensors that sequences share."""
 
-    Attributes:
-        tensors: of each layer, [rows, *shape].
-        row: of this sequence.
-    """
-
-    tensors: Mapping[Key, Tensor]
-    row: int
+    tensors: Mapping[Key, Tensor]  # of each layer, [rows, *shape]
+    row: int  # of this sequence
 
     @property
     def nbytes(self) -> int:
@@ -61,19 +56,12 @@ def _together(states: Sequence[State | None]) -> dict[Key, Tensor]:
 
 @dataclass(eq=False)
 class RowGroup:
-    """Rows of a pass that recurrent layers read together: they read equally many tokens, in the same pieces.
+    """Rows of a pass that recurrent layers read together: they read equally many tokens, in the same pieces."""
 
-    Attributes:
-        rows: their numbers in the pass.
-        cuts: where each piece ends; the last one is the number of tokens.
-        mark: the cut after which states are kept too; None for none.
-        before: the state of each row.
-    """
-
-    rows: list[int]
-    cuts: tuple[int, ...]
-    mark: int | None
-    before: Sequence[State | None]
+    rows: list[int]  # their numbers in the pass
+    cuts: tuple[int, ...]  # where each piece ends; the last one is the number of tokens
+    mark: int | None  # the cut after which states are kept too; None for none
+    before: Sequence[State | None]  # the state of each row
     now: dict[Key, Tensor] = field(default_factory=dict)
     marked: dict[Key, Tensor] = field(default_factory=dict)
 
@@ -85,10 +73,6 @@ class StateView(CacheView):
     """A slot cache with states beside it, as transformers' `past_key_values` for one forward pass.
 
     It also has the methods that recurrent layers call. They see the states of the group that is read at the moment.
-
-    Args:
-        cache, plan: of the attention layers.
-        groups: of the rows.
 
     Attributes:
         divide: after how many tokens of a group states are kept too, while a layer reads on; None for nowhere.
@@ -107,13 +91,7 @@ class StateView(CacheView):
         self.state_at_root: Tensor | None = None
 
     def begin(self, group: RowGroup, width: int, divide: int | None = None) -> None:
-        """From now on, layers read this many tokens of each row of a group.
-
-        Args:
-            group: of the rows.
-            width: tokens of each.
-            divide: after how many of them states are kept while a layer reads on; None for nowhere.
-        """
+        """From now on, layers read this many tokens of each row of a group; `divide` as of the class."""
         self._group = group
         self._width = width
         self._touched.clear()
@@ -156,11 +134,7 @@ class StateView(CacheView):
     ) -> Tensor:
         """Take a convolution's new inputs [rows channels tokens]; returns them after those that were kept.
 
-        Args:
-            conv_states: the new inputs.
-            layer_idx: number of the layer.
-            state_idx: number of the state in the layer.
-            conv_kernel_size: how many to keep; by default as many as these.
+        As many are kept as its kernel reads; by default as many as these.
         """
         key = Key("conv", layer_idx, state_idx)
         known = self._group.now.get(key)

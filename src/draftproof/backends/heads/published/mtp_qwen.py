@@ -54,10 +54,6 @@ _SHARED = ("mtp.embed_tokens.", "mtp.lm_head.", "mtp.shared_head.")
 class HybridMtpNet(LayeredNet):
     """The network of such a layer by native code, where that reads the target.
 
-    Args:
-        mtp: transformers' class of the layer.
-        lean: the target's forward pass.
-
     Raises:
         UnreadError: a part that is not known there.
     """
