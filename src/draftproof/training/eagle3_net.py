@@ -6,7 +6,6 @@ attention reads them beside the embedding (EAGLE-3, arXiv 2503.01840). `backends
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,17 @@ import torch
 from jaxtyping import Float, Int
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import silu
 from typing_extensions import override
 
-from draftproof.backends.heads.feature_net import CONFIG, EPS, WEIGHTS, FeatureConfig, rotary, rotate
+from draftproof.backends.heads.feature_net import CONFIG, EPS, WEIGHTS, Attend, FeatureConfig, HeadModule, rotate
 from draftproof.errors import UserError
 from draftproof.files import write_json
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _VERSION = "0.9.0"  # of the package whose layout this is
 
 
-class Eagle3Module(nn.Module):
+class Eagle3Module(HeadModule):
     """An EAGLE-3 head with one layer, which reads the hidden states of some layers of the target.
 
     The window of its config is that of training; the written head has none.
@@ -36,17 +34,14 @@ class Eagle3Module(nn.Module):
         places: number of drafted tokens that the written config proposes.
     """
 
-    ids: Int[Tensor, " ids"]
     first_place = 1
     algorithm, architecture = "eagle3", "Eagle3Speculator"
     places = 4
 
     def __init__(self, config: FeatureConfig, layers: tuple[int, ...]) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.layers = layers
         width, inner = config.hidden_size, config.inner_size
-        self.head_dim = width // config.heads
         keys = config.key_heads * self.head_dim
         self.fc = nn.Linear(len(layers) * width, width, bias=False)
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm, self.norm = (
@@ -59,23 +54,18 @@ class Eagle3Module(nn.Module):
         self.gate_proj = nn.Linear(width, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
-        self.output = nn.Linear(width, config.ids, bias=False) if config.own_output else None
-        self.register_buffer("ids", torch.arange(config.ids))
+        self._add_output()
 
+    @override
     def entered(
         self, states: Float[Tensor, "rows width dim"], features: Float[Tensor, "rows width inner"] | None
     ) -> Float[Tensor, "rows width dim"]:
-        """The target's states in the form of its own."""
         assert features is not None, "states of several layers were kept for it"
         made: Tensor = self.fc(features.to(self.fc.weight.dtype))
         return made.to(states.dtype) if torch.is_autocast_enabled() else made
 
-    def carried(self, out: Float[Tensor, "rows width dim"], ids: Int[Tensor, "rows width"]) -> tuple[Tensor, Tensor]:
-        """The states and token ids that the next step of a draft reads: its own output, and the text."""
-        return out, ids
-
+    @override
     def predicted(self, out: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
-        """What the output layer reads."""
         return self._norm(self.norm, out)
 
     def own_config(self) -> dict[str, Any]:
@@ -103,18 +93,6 @@ class Eagle3Module(nn.Module):
         h = self._norm(self.post_attention_layernorm, x)
         made: Tensor = x + self.down_proj(silu(self.gate_proj(h)) * self.up_proj(h))
         return made
-
-    def rotary(self, positions: Int[Tensor, "rows width"]) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the positions, for every head."""
-        cos, sin = rotary(self.config, positions, self.norm.dtype)
-        return cos.unsqueeze(1), sin.unsqueeze(1)
-
-    def _heads(self, x: Float[Tensor, "rows width _"]) -> Float[Tensor, "rows heads width dim"]:
-        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
-
-    @staticmethod
-    def _norm(weight: Tensor, x: Tensor) -> Tensor:
-        return rms_norm(x.to(weight.dtype), weight.shape, weight, EPS)
 
 
 class PEagleModule(Eagle3Module):

@@ -56,17 +56,58 @@ class FeatureConfig:
             )
 
 
-class FeatureNet(nn.Module):
-    """One Llama-shaped layer between two normalised inputs and a normalised output."""
+class HeadModule(nn.Module):
+    """A head of one Llama-shaped layer while it is trained."""
 
     ids: Int[Tensor, " ids"]
-    first_place = 0  # it reads the first token of a text too, with zeros before it
+    first_place = 0  # the first token of a text that it reads; here the very first, with zeros before it
 
     def __init__(self, config: FeatureConfig) -> None:
         super().__init__()
         self.config = config
+        self.head_dim = config.hidden_size // config.heads
+
+    def _add_output(self) -> None:
+        """Make the output layer, if there is one of its own; after all others, which are drawn first."""
+        config = self.config
+        self.output = nn.Linear(config.hidden_size, config.ids, bias=False) if config.own_output else None
+        self.register_buffer("ids", torch.arange(config.ids))
+
+    def entered(
+        self,
+        states: Float[Tensor, "rows width dim"],
+        features: Float[Tensor, "rows width inner"] | None,  # noqa: ARG002 - for others
+    ) -> Float[Tensor, "rows width dim"]:
+        """The target's states in the form of its own, which is the same."""
+        return states
+
+    def carried(self, out: Float[Tensor, "rows width dim"], ids: Int[Tensor, "rows width"]) -> tuple[Tensor, Tensor]:
+        """The states and token ids that the next step of a draft reads: its own output, and the text."""
+        return out, ids
+
+    def predicted(self, out: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
+        """What the output layer reads, which is its output."""
+        return out
+
+    def rotary(self, positions: Int[Tensor, "rows width"]) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the positions, for every head."""
+        cos, sin = rotary(self.config, positions, next(self.parameters()).dtype)
+        return cos.unsqueeze(1), sin.unsqueeze(1)
+
+    def _heads(self, x: Float[Tensor, "rows width _"]) -> Float[Tensor, "rows heads width dim"]:
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+    @staticmethod
+    def _norm(weight: Tensor, x: Tensor) -> Tensor:
+        return rms_norm(x.to(weight.dtype), weight.shape, weight, EPS)
+
+
+class FeatureNet(HeadModule):
+    """One Llama-shaped layer between two normalised inputs and a normalised output."""
+
+    def __init__(self, config: FeatureConfig) -> None:
+        super().__init__(config)
         width, inner = config.hidden_size, config.inner_size
-        self.head_dim = width // config.heads
         self.norms = nn.ParameterList([nn.Parameter(torch.ones(width)) for _ in range(5)])
         self.fuse = nn.Linear(2 * width, width, bias=False)
         self.queries = nn.Linear(width, width, bias=False)
@@ -74,8 +115,7 @@ class FeatureNet(nn.Module):
         self.mixed = nn.Linear(width, width, bias=False)
         self.gate_up = nn.Linear(width, 2 * inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
-        self.output = nn.Linear(width, config.ids, bias=False) if config.own_output else None
-        self.register_buffer("ids", torch.arange(config.ids))
+        self._add_output()
 
     def forward(
         self,
@@ -89,41 +129,15 @@ class FeatureNet(nn.Module):
         `rotary` are angles of the tokens' positions. `attend` reads this pass's rotated queries, keys and values, and
         any cache.
         """
-        x = self.fuse(torch.cat([self._norm(0, states), self._norm(1, embedded)], -1))
-        h = self._norm(2, x)
+        of_states, of_tokens, before, between, last = self.norms
+        x = self.fuse(torch.cat([self._norm(of_states, states), self._norm(of_tokens, embedded)], -1))
+        h = self._norm(before, x)
         queries = rotate(self._heads(self.queries(h)), rotary)
         keys, values = self.keys_values(h).chunk(2, -1)
         found = attend(queries, rotate(self._heads(keys), rotary), self._heads(values))
         x = x + self.mixed(found.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(self._norm(3, x)).chunk(2, -1)
-        return self._norm(4, x + self.down(silu(gate) * up))
-
-    @staticmethod
-    def carried(out: Float[Tensor, "rows width dim"], ids: Int[Tensor, "rows width"]) -> tuple[Tensor, Tensor]:
-        """The states and token ids that the next step of a draft reads: its own output, and the text."""
-        return out, ids
-
-    @staticmethod
-    def entered(states: Float[Tensor, "rows width dim"], features: Tensor | None) -> Float[Tensor, "rows width dim"]:  # noqa: ARG004
-        """The target's states in the form of its own, which is the same."""
-        return states
-
-    @staticmethod
-    def predicted(out: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
-        """What the output layer reads, which is its output."""
-        return out
-
-    def _norm(self, place: int, x: Tensor) -> Tensor:
-        weight: Tensor = self.norms[place]
-        return rms_norm(x.to(weight.dtype), weight.shape, weight, EPS)
-
-    def _heads(self, x: Float[Tensor, "rows width _"]) -> Float[Tensor, "rows heads width dim"]:
-        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
-
-    def rotary(self, positions: Int[Tensor, "rows width"]) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the positions, for every head."""
-        cos, sin = rotary(self.config, positions, self.norms[0].dtype)
-        return cos.unsqueeze(1), sin.unsqueeze(1)
+        gate, up = self.gate_up(self._norm(between, x)).chunk(2, -1)
+        return self._norm(last, x + self.down(silu(gate) * up))
 
 
 def rotary(
