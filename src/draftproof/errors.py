@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,6 +65,12 @@ def reason(cause: BaseException) -> str:
     """The message of an exception on one line of at most 200 characters; its type if the message is empty."""
     text = " ".join(str(cause).split()) or type(cause).__name__
     return text if len(text) <= 200 else text[:197] + "..."
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def printable(text: str) -> str:

@@ -130,6 +130,27 @@ def test_a_statement_assigns_one_attribute(name):
     assert not together, f"{name} assigns several attributes at once in lines {together}"
 
 
+def constants(path):
+    """Names that the module itself assigns, as often as it does."""
+    nodes = ast.parse(path.read_text(encoding="utf-8")).body
+    targets = [each for node in nodes if isinstance(node, ast.Assign) for each in node.targets]
+    targets += [node.target for node in nodes if isinstance(node, ast.AnnAssign)]
+    return [
+        each.id
+        for target in targets
+        for each in ast.walk(target)
+        if isinstance(getattr(each, "ctx", None), ast.Store) and isinstance(each, ast.Name)
+    ]
+
+
+def test_constants_are_assigned_once(tmp_path):
+    """Two constants had one name after they were renamed, and the first one had the value of the second."""
+    for name, path in MODULES.items():
+        assert repeated(constants(path)) == [], f"{name} assigns a constant again"
+    (tmp_path / "twice.py").write_text("FIRST, SECOND = 1, 2\nFIRST: int = 3\n")
+    assert repeated(constants(tmp_path / "twice.py")) == ["FIRST"]
+
+
 def pointers(text):
     """Lines of functions whose docstring only points at another one."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

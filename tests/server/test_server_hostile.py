@@ -252,7 +252,7 @@ def test_a_second_request_on_a_connection_may_be_late_too(base):
 
 
 def test_more_requests_than_are_read_at_once_are_429_before_their_body(monkeypatch):
-    monkeypatch.setattr("draftproof.server.app._READ_AT_ONCE", -3)
+    monkeypatch.setattr("draftproof.server.app._BODIES_AT_ONCE", -3)
     with running(small_engine(max_batch=2), max_waiting=2) as (base, _), connected(base) as one:
         one.sendall(raw(prompt=STORY)[:-5])
         until(lambda: post(base).status_code == 429)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftproof.errors import UserError
+from draftproof.errors import UserError, listed
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SHOWN = 4  # names in an error
@@ -56,8 +56,7 @@ def mismatch(found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[in
     )
     for problem, names in (("lack", missing), ("have too much:", strange), ("do not fit:", wrong)):
         if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            return f"{problem} {', '.join(names[:_SHOWN])}{more}"
+            return f"{problem} {listed(names, _SHOWN)}"
     return None
 
 

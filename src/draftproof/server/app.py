@@ -19,6 +19,7 @@ from anyio.to_thread import run_sync
 from fastapi import Depends, FastAPI, Request
 from fastapi.sse import EventSourceResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, Response
@@ -348,8 +349,9 @@ def _note_usage(request: Request, answer: Answer) -> None:
 # --- routes ----------------------------------------------------------------------------------------------------------
 
 _STATUSES = (400, 401, 404, 413, 421, 429, 500, 503, 504)
-_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": schemas.ErrorAnswer} for status in _STATUSES}
-_MESSAGES_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": MessagesError} for status in _STATUSES}
+Statuses = dict[int | str, dict[str, Any]]  # descriptions of answers by status
+_ERRORS: Statuses = {status: {"model": schemas.ErrorAnswer} for status in _STATUSES}
+_MESSAGES_ERRORS: Statuses = {status: {"model": MessagesError} for status in _STATUSES}
 
 
 def server_of(app: Any) -> Server:
@@ -363,7 +365,7 @@ def _server(request: Request) -> Server:
     return server_of(request.app)
 
 
-_READ_AT_ONCE = 64  # requests beyond those that the engine takes whose bodies are read, such as for /tokenize
+_BODIES_AT_ONCE = 64  # requests beyond those that the engine takes whose bodies are read, such as for /tokenize
 _MOST_IDS = 131_072  # that are decoded at once, where the model's context has no end
 _COMPILE_AT_ONCE = 64  # requests with a grammar that are read; most of them wait for a process that compiles it
 _READ_AT_ONCE = 32  # others
@@ -417,7 +419,7 @@ def make_app(server: Server, keys: Sequence[str] | ApiKeys = (), hosts: Sequence
         Access,
         keys=ApiKeys.of(keys),
         max_body=settings.max_body,
-        at_once=server.worker.capacity + _READ_AT_ONCE,
+        at_once=server.worker.capacity + _BODIES_AT_ONCE,
         seconds=settings.read_timeout,
         hosts=hosts,
     )
@@ -434,7 +436,7 @@ def make_app(server: Server, keys: Sequence[str] | ApiKeys = (), hosts: Sequence
 
 
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-_STREAMED: dict[int | str, dict[str, Any]] = {
+_STREAMED: Statuses = {
     200: {
         "description": "The answer; with stream its chunks as events",
         "content": {"text/event-stream": {"itemSchema": _EVENT}},
@@ -452,6 +454,11 @@ def _takes(kind: type[schemas.Body]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
+def _answers(kind: type[schemas.Body], made: type[BaseModel], errors: Statuses | None = None) -> dict[str, Any]:
+    """The description of a route that answers such a body with such an object, or with a stream."""
+    return {"response_model": made, "responses": (errors or {}) | _STREAMED, "openapi_extra": _takes(kind)}
+
+
 def _with_bodies(described: dict[str, Any]) -> dict[str, Any]:
     """The OpenAPI description, with the bodies that routes read themselves."""
     _, found = models_json_schema([(each, "validation") for each in _BODIES], ref_template=_SCHEMAS + "{model}")
@@ -460,24 +467,17 @@ def _with_bodies(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_completions(app: FastAPI) -> None:
-    @app.post(
-        "/v1/completions",
-        response_model=schemas.CompletionAnswer,
-        responses=_STREAMED,
-        openapi_extra=_takes(CompletionBody),
-    )
+    @app.post("/v1/completions", **_answers(CompletionBody, schemas.CompletionAnswer))
     async def completions(request: Request, server: _Served) -> Any:
         """Continue prompts."""
         return await server.answer(request, COMPLETIONS)
 
-    @app.post(
-        "/v1/chat/completions", response_model=schemas.ChatAnswer, responses=_STREAMED, openapi_extra=_takes(ChatBody)
-    )
+    @app.post("/v1/chat/completions", **_answers(ChatBody, schemas.ChatAnswer))
     async def chat(request: Request, server: _Served) -> Any:
         """Answer a chat."""
         return await server.answer(request, CHAT)
 
-    @app.post("/v1/responses", response_model=ResponsesAnswer, responses=_STREAMED, openapi_extra=_takes(ResponsesBody))
+    @app.post("/v1/responses", **_answers(ResponsesBody, ResponsesAnswer))
     async def responses(request: Request, server: _Served) -> Any:
         """Answer a chat by OpenAI's Responses API; nothing is stored."""
         return await server.answer(request, RESPONSES)
@@ -495,12 +495,7 @@ def _add_completions(app: FastAPI) -> None:
 
 
 def _add_messages(app: FastAPI) -> None:
-    @app.post(
-        "/v1/messages",
-        response_model=MessagesAnswer,
-        responses=_MESSAGES_ERRORS | _STREAMED,
-        openapi_extra=_takes(MessagesBody),
-    )
+    @app.post("/v1/messages", **_answers(MessagesBody, MessagesAnswer, _MESSAGES_ERRORS))
     async def messages(request: Request, server: _Served) -> Any:
         """Answer a chat by Anthropic's Messages API."""
         return await server.answer(request, MESSAGES)

@@ -29,7 +29,7 @@ from draftproof.backends.base import Backend, Capabilities, Feed, unread
 from draftproof.backends.cache.windows import CHUNKED, LINEAR, RECURRENT, SLIDING, Windows, windows_of
 from draftproof.backends.model_info import ADVICE, SNAPSHOTS, cache_name, input_device, quantization_method
 from draftproof.backends.recurrent.mixers import mixers_of
-from draftproof.errors import UndraftableError, UserError, reason
+from draftproof.errors import UndraftableError, UserError, listed, reason
 from draftproof.tree import TokenTree
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
@@ -377,8 +377,7 @@ def _broken_weights(model: Any) -> str:
     broken = [name for name, weights in model.named_parameters() if not weights.isfinite().all()]
     if not broken:
         return ", though its weights are: try another dtype"
-    more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
-    return f": its weights hold NaN or infinite numbers ({', '.join(broken[:3])}{more}); the checkpoint is damaged"
+    return f": its weights hold NaN or infinite numbers ({listed(broken, 3)}); the checkpoint is damaged"
 
 
 def distance(found: Tensor, expected: Tensor) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 from draftproof import models
 from draftproof.backends.hf.probe import TOLERANCE, distance
 from draftproof.backends.model_info import sample_logits
-from draftproof.errors import UserError, reason
+from draftproof.errors import UserError, listed, reason
 from draftproof.files import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -137,9 +137,8 @@ def _wrapped(model: Any, folder: Path, adapter: str) -> Any:
         raise UserError(f"the adapter {adapter!r} does not fit {type(model).__name__}: {reason(cause)}") from cause
     strange = sorted([*report.missing_keys, *report.unexpected_keys])
     if strange:
-        more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
         raise UserError(
             f"the adapter {adapter!r} was made for another model than this {type(model).__name__}: "
-            f"{', '.join(strange[:3])}{more} are missing on one side"
+            f"{listed(strange, 3)} are missing on one side"
         )
     return wrapped.eval()

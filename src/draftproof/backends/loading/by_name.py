@@ -28,7 +28,7 @@ from draftproof.backends.loading.packed_layers import PackedLayers
 from draftproof.backends.loading.quantization import packages_hint, quantization_for, refuse_unknown_quantization
 from draftproof.backends.loading.stored_backends import stored_backend
 from draftproof.backends.recurrent.mixers import mixers_of
-from draftproof.errors import UndraftableError, UserError, reason
+from draftproof.errors import UndraftableError, UserError, listed, reason
 from draftproof.models.download import INSTALL_GGUF
 from draftproof.models.gguf_file import GGUFFile, generation_config, is_gguf
 from draftproof.native.threads import limit_threads
@@ -349,13 +349,11 @@ def _refuse_missing(source: str, model: Any, report: Any) -> None:
     missing = sorted(str(name) for name in found.get("missing_keys") or ())
     other = [str(each[0] if isinstance(each, tuple | list) else each) for each in found.get("mismatched_keys") or ()]
     if missing or other:
-        listed = ", ".join((missing + other)[:5]) + (
-            f" and {len(missing + other) - 5} more" if len(missing + other) > 5 else ""
-        )
         kind = "lacks" if missing else "has in other shapes"
         raise UserError(
-            f"the checkpoint {source!r} {kind} {len(missing + other)} tensors of {type(model).__name__}: {listed}. The "
-            "model would compute with random numbers there: download it again, or save it with all its weights"
+            f"the checkpoint {source!r} {kind} {len(missing + other)} tensors of {type(model).__name__}: "
+            f"{listed(missing + other, 5)}. The model would compute with random numbers there: download it again, or "
+            "save it with all its weights"
         )
 
 

@@ -67,6 +67,11 @@ class Reads:
         """For so many rows, whose tokens choose experts independently: neighbours share some, and read less."""
         return self.dense + self.experts * (1 - (1 - self.chosen) ** rows)
 
+    @property
+    def growth(self) -> tuple[float, ...]:
+        """What it reads for 2, 3, ... rows, of that for one; empty where it is the same."""
+        return tuple(self.of(rows) / self.of(1) for rows in range(2, _MOST_DRAFTED + 2)) if self.experts else ()
+
 
 def find_draft(target: LoadedModel) -> str | None:
     """The name of the model on this disk that gains most as the target's draft model; None where none gains.
@@ -124,15 +129,14 @@ def _match(name: str, target: LoadedModel, whole: Reads, held: Mapping[str, Path
     except (UserError, OSError, KeyError, ValueError) as cause:
         return Match(name, 0, math.inf, str(cause))
     share = nbytes / whole.of(1)
-    growth = tuple(whole.of(rows) / whole.of(1) for rows in range(2, _MOST_DRAFTED + 2)) if whole.experts else ()
     if share >= 1:
-        return Match(name, nbytes, share, "it is not smaller than the target", growth=growth)
+        return Match(name, nbytes, share, "it is not smaller than the target", growth=whole.growth)
     try:
         found = shared_tokens(target.tokenizer, load(str(where)).tokenizer, target_name=target.name, draft_name=name)
     except UserError as cause:
-        return Match(name, nbytes, share, str(cause), growth=growth)
+        return Match(name, nbytes, share, str(cause), growth=whole.growth)
     shared = None if found is None else share_of_text(found, target.tokenizer)
-    return Match(name, nbytes, share, "", shared, growth)
+    return Match(name, nbytes, share, "", shared, whole.growth)
 
 
 def own_layer(target: str) -> Match | None:
@@ -153,8 +157,7 @@ def own_layer(target: str) -> Match | None:
         whole, ahead = reads(where), reads(where, ahead=True)
     except (UserError, OSError, KeyError, ValueError):
         return None
-    growth = tuple(whole.of(rows) / whole.of(1) for rows in range(2, _MOST_DRAFTED + 2)) if whole.experts else ()
-    return Match("mtp", round(ahead.of(1)), ahead.of(1) / whole.of(1), "", growth=growth)
+    return Match("mtp", round(ahead.of(1)), ahead.of(1) / whole.of(1), "", growth=whole.growth)
 
 
 def reads(where: Path, *, ahead: bool = False) -> Reads:

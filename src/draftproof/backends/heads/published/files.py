@@ -15,7 +15,7 @@ from torch import Tensor
 from draftproof import models
 from draftproof.backends import base as backends
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.errors import UserError, reason
+from draftproof.errors import UserError, listed, reason
 from draftproof.files import read_object
 from draftproof.models.found import is_file_name, weight_files
 
@@ -299,8 +299,7 @@ def _same_name(made_for: str, target: str) -> bool:
 
 
 def _some(names: Sequence[str] | Mapping[str, Any]) -> str:
-    found = sorted(names)
-    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "") if found else "none"
+    return listed(sorted(names), 4) or "none"
 
 
 def cast(tensor: Tensor, like: SlotBackend) -> Tensor:
