@@ -136,7 +136,6 @@ def test_groups_of_rows_have_quantized_matrices_of_their_own(bits, dtype):
     together = Quantized(torch.stack([one.blocks for one in each]), 50, 96, bits, GROUP)
     made = operations.quantized_rows_product(x, together, bias, GROUPS)
     for matrix, first, count in GROUPS:
-        assert torch.equal(together.matrix(matrix).to_dense(), each[matrix].to_dense())
         alone = operations.quantized_product(x[first : first + count], each[matrix], bias[matrix])
         assert torch.equal(made[first : first + count], alone)
     with pytest.raises(ValueError, match="there are 5 matrices"):

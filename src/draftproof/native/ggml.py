@@ -16,7 +16,7 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from draftproof.native.structures import GGML_SEGMENTS, GGMLArguments
-from draftproof.native.tensors import CPU, LANES, require
+from draftproof.native.tensors import CPU, LANES, Immutable, require
 
 BY_GROUP, BY_ROW, AS_FLOATS = INPUTS = ("a scale for each 32", "a scale for a row", "floats")
 """How a product reads its inputs: in 8 bits with one of the two kinds of scales, or as they are."""
@@ -82,7 +82,7 @@ LAYOUTS = {
 
 
 @dataclass(frozen=True, eq=False)
-class StoredMatrix:
+class StoredMatrix(Immutable):
     """A matrix of few bits, or of floats of 16 bits, as a checkpoint stores it."""
 
     content: UInt8[Tensor, " bytes"]  # its bytes, in memory or in the map of a file
@@ -110,9 +110,6 @@ class StoredMatrix:
 
     def __len__(self) -> int:
         return self.outs
-
-    def __deepcopy__(self, memo: object) -> StoredMatrix:
-        return self  # a map cannot be copied, and nothing changes it
 
     @property
     def shape(self) -> torch.Size:
@@ -160,7 +157,7 @@ class Segment:
 
 
 @dataclass(frozen=True, eq=False)
-class GGMLWeight:
+class GGMLWeight(Immutable):
     """A weight of few bits in the order in which C reads it."""
 
     # of outputs that follow one another; types may differ, and all but the last have multiples of 16
@@ -176,9 +173,6 @@ class GGMLWeight:
         for each in self.segments:
             count, size = repacked_shape(each.outs, self.ins, each.type)
             require("blocks", each.blocks, torch.uint8, (self.matrices * count, size))
-
-    def __deepcopy__(self, memo: object) -> GGMLWeight:
-        return self  # C has its addresses, and nothing changes it
 
     @property
     def outs(self) -> int:

@@ -26,7 +26,16 @@ from draftproof.native.structures import (
     ggml_inputs_size,
     quantized_inputs_size,
 )
-from draftproof.native.tensors import LANES, UNITS, Interleaved, MeasuredInputs, Quantized, require, require_quantizable
+from draftproof.native.tensors import (
+    LANES,
+    UNITS,
+    Immutable,
+    Interleaved,
+    MeasuredInputs,
+    Quantized,
+    require,
+    require_quantizable,
+)
 from draftproof.native.threads import attach_threads
 
 BLOCK, PIECE = 512, 1 << 14  # as in native.c
@@ -56,7 +65,7 @@ def _require_same_layouts(sizes: Any) -> None:
             raise ValueError(f"sizes of {layout.name}: {tuple(found)} in C, {expected} here")
 
 
-class Operations:
+class Operations(Immutable):
     """The functions of the library for rows of one type.
 
     Attributes:
@@ -112,9 +121,6 @@ class Operations:
         self._residual = function("residual", [pointer] * 2 + [number, real, pointer, number])
         self._inverse_cdf = function("inverse_cdf", [pointer] * 4 + [number] * 2)
         self._race = function("race", [pointer] * 5 + [number] * 3)
-
-    def __deepcopy__(self, memo: object) -> Operations:
-        return self
 
     # --- layers -----------------------------------------------------------------------------------------------------
 

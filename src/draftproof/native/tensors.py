@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -16,6 +16,13 @@ STORED_BITS = (2, *BITS)  # 2 bits are enough for an output layer whose largest 
 UNITS = {torch.float32: 1, torch.bfloat16: 2}  # elements in four bytes, by type of rows
 AS_THEY_ARE = 1  # in place of bits: a weight as torch keeps it
 CPU = torch.device("cpu")
+
+
+class Immutable:
+    """What nothing changes, so that a deep copy is the object itself: C may have its address."""
+
+    def __deepcopy__(self, memo: object) -> Immutable:
+        return self
 
 
 def require(
@@ -149,10 +156,6 @@ class Quantized:
         """The shape of `blocks`."""
         pieces = -(-ins // (group * _together(bits)))
         return -(-outs // LANES), _head(bits) + pieces * (4 * LANES + _together(bits) * 2 * bits * group)
-
-    def matrix(self, number: int) -> Quantized:
-        """One of several weights."""
-        return replace(self, blocks=self.blocks[number])
 
     def to_dense(self) -> Float32[Tensor, "out in"]:
         """The weights that the numbers stand for."""

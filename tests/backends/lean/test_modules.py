@@ -18,7 +18,7 @@ from draftproof.backends.lean.module_backend import LeanModulesBackend, why_unre
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.in_memory import backend_in_memory
 from draftproof.backends.loading.options import LoadOptions
-from draftproof.backends.loading.stored_backends import StoredLeanBackend, rounded
+from draftproof.backends.loading.stored_backends import rounded
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.tree import TokenTree
 from support.architectures.check import disturbed
@@ -211,7 +211,8 @@ def test_texts_are_those_of_transformers_with_and_without_drafts(name):
 @pytest.mark.parametrize("name", FAST)
 def test_weights_of_few_bits_are_those_of_the_modules(name, bits):
     target = rounded(packed(copy.deepcopy(model(name)), name=name), bits)
-    assert isinstance(target, StoredLeanBackend)
+    assert isinstance(target, LeanModulesBackend)
+    assert target.few_bits
     assert (target.facts.bits, rounding(target)) == (bits, "")
     found = read(target, target.open(), IDS[:1], IDS[1:])
     with torch.inference_mode():

@@ -6,10 +6,11 @@ import transformers
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
+from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.native_modules import natively
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
-from draftproof.backends.loading.stored_backends import StoredWeights, _Passing
+from draftproof.backends.loading.stored_backends import _Passing
 from draftproof.backends.products.packed_linear import LinearSlice, StoredProduct
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.registry import make_drafter
@@ -86,7 +87,7 @@ def test_attention_that_is_not_known_is_that_of_transformers(tmp_path, caplog):
         expected = model(torch.tensor([IDS])).logits[0]
     with caplog.at_level("INFO"):
         backend = loaded(tmp_path)
-    assert type(backend) is StoredWeights
+    assert type(backend) is HFBackend
     assert "has torch's attention: " in caplog.text
     assert off(logits_of(backend), expected) < 0.03
 
@@ -102,12 +103,12 @@ def test_another_attention_than_the_models_own_is_not_taken(change, tmp_path, mo
         return attend(self, layer, query, key, value, scale, window)
 
     monkeypatch.setattr(_Passing, "attend", other)
-    assert type(loaded(tmp_path)) is StoredWeights
+    assert type(loaded(tmp_path)) is HFBackend
 
 
 def test_without_a_check_attention_is_that_of_transformers(tmp_path):
     checkpoint(tmp_path, "nf4", 64, config=FAMILIES["hf"]())
-    assert type(loaded(tmp_path, check=False)) is StoredWeights
+    assert type(loaded(tmp_path, check=False)) is HFBackend
 
 
 def test_other_layers_are_native_and_no_drafter_rounds_again(tmp_path):

@@ -15,7 +15,7 @@ from draftproof.backends.lean.module_backend import LeanModulesBackend
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
-from draftproof.backends.loading.stored_backends import StoredBackend, StoredWeights, rounded
+from draftproof.backends.loading.stored_backends import StoredBackend, rounded
 from draftproof.backends.products.packed_linear import dense
 from draftproof.backends.products.rounding import rounded_matrix
 from draftproof.drafters.ngram import NgramDrafter
@@ -142,7 +142,7 @@ def test_attention_of_torch_would_be_seen(made):
     model = made("gemma3", 8).model
     plain = copy.copy(model)
     plain.set_attn_implementation("sdpa")
-    backend = StoredWeights(plain, name="x")
+    backend = HFBackend(plain, name="x")
     session = backend.open()
     alone = torch.stack([backend.forward([Feed(session, [token])])[0].logits[-1] for token in IDS])
     assert not torch.equal(alone, logits_of(backend))
@@ -220,7 +220,7 @@ def test_options_load_it(caplog):
 
 def test_without_a_check_attention_is_that_of_transformers():
     backend = load("embedded:target", LoadOptions(weights="int8", backend="hf", check=False)).backend
-    assert type(backend) is StoredWeights
+    assert type(backend) is HFBackend
 
 
 def test_backends_without_such_a_form_are_refused():

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeVar
 
 from draftproof.backends.base import Feed, FeedOutput
 
 PREFILL_CHUNK = 512
 PACKED = 2048  # tokens of a pass without padding: more would take much memory, and gain nothing
 PASS = 32  # positions that take as long to read as the weights do (two CPU cores, SmolLM2-135M in bfloat16)
+_Value = TypeVar("_Value")
+
+
+@contextmanager
+def during(variable: ContextVar[_Value | None], value: _Value) -> Iterator[None]:
+    """While this is open, a variable of this thread has a value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 def in_passes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -43,6 +44,8 @@ class SlotBackend(ABC):
         # whether what calibration finds is kept in files; not for weights that training changes again and again
         self.keeps = True
         self._recorded: tuple[tuple[int, ...], ...] = ()
+        # a `FactorSwitch`, which has feeds of each length read with rotary factors of their own; None for most models
+        self._switch: Any = None
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -102,14 +105,17 @@ class SlotBackend(ABC):
         Raises:
             ValueError: nothing to read, or longer than the model's context.
         """
+        read = partial(self._read, hidden=hidden)
         with self._cache.lock:
-            for feed in feeds:
-                self._check(feed)
-            if len({id(feed.session) for feed in feeds}) < len(feeds):
-                raise ValueError("a session was fed twice in one forward pass")
-            run = partial(self._run, hidden=hidden)
-            ragged = self.capabilities.ragged
-            return in_passes(feeds, run, ragged=ragged, packed=self.packs, chunk=self.prefill)
+            return read(feeds) if self._switch is None else self._switch.forward(feeds, read, self.open)
+
+    def _read(self, feeds: Sequence[Feed], *, hidden: bool) -> list[FeedOutput]:
+        for feed in feeds:
+            self._check(feed)
+        if len({id(feed.session) for feed in feeds}) < len(feeds):
+            raise ValueError("a session was fed twice in one forward pass")
+        run = partial(self._run, hidden=hidden)
+        return in_passes(feeds, run, ragged=self.capabilities.ragged, packed=self.packs, chunk=self.prefill)
 
     def _check(self, feed: Feed) -> None:
         feed.session.admit(len(feed.tokens), feed.tree)

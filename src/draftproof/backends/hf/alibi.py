@@ -11,8 +11,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,10 +19,12 @@ import torch
 from torch import Tensor
 
 from draftproof.backends.cache.layout import Layout
+from draftproof.backends.cache.passes import during
 
 _NAME = re.compile(r"build_\w*alibi_tensor")
 _MASK, _HEADS = "attention_mask", "num_heads"  # first argument: where positions are counted, or of a table
 _PASS: ContextVar[Layout | None] = ContextVar("_PASS", default=None)
+in_pass = functools.partial(during, _PASS)  # while this is open, biases in this thread are those of a pass
 
 
 def follow_passes(model: Any) -> None:
@@ -38,16 +39,6 @@ def follow_passes(model: Any) -> None:
             first = next(iter(inspect.signature(made).parameters), "")
             if first in _FOLLOWING:
                 setattr(module, name, _FOLLOWING[first](made))
-
-
-@contextmanager
-def in_pass(layout: Layout) -> Iterator[None]:
-    """While this is open, biases in this thread are those of the pass."""
-    token = _PASS.set(layout)
-    try:
-        yield
-    finally:
-        _PASS.reset(token)
 
 
 def _from_mask(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from typing_extensions import override
 
-from draftproof.backends.base import Feed, FeedOutput
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import CacheView, SlotCache
@@ -57,7 +55,6 @@ class HFBackend(SlotBackend):
 
     kind = "hf"
     whole_keys = True  # whether its cache has the keys and values of all heads
-    rounds_inputs = False  # whether inputs of products are rounded to 8 bits
     prediction: StoredPrediction | None = None  # None where a checkpoint of safetensors would have them
 
     def __init__(
@@ -65,6 +62,8 @@ class HFBackend(SlotBackend):
     ) -> None:
         super().__init__(ModelInfo.of(model, name), cache=cache)
         self.model = model.eval()
+        self.few_bits = _some(model, "few_bits")  # whether weights have these, and stay as they are
+        self.rounds_inputs = _some(model, "rounds_inputs")  # whether inputs of products are rounded to 8 bits
         self.config = model.config.get_text_config()
         self.embed = model.get_input_embeddings()
         self._cache_name = cache_name(model) or ""
@@ -93,15 +92,6 @@ class HFBackend(SlotBackend):
         self.model = natively(self.model)
         self.own_threads = multiplies_natively(self.model)
 
-    @override
-    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
-        """A model with two sets of rotary factors reads with those of each length."""
-        run = partial(super().forward, hidden=hidden)
-        if self._switch is None:
-            return run(feeds)
-        with self._cache.lock:
-            return self._switch.forward(feeds, run, self.open)
-
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the output layer's weight."""
         head = self.model.get_output_embeddings()
@@ -121,6 +111,7 @@ class HFBackend(SlotBackend):
     @override
     def quantizing(self, bits: int) -> Iterator[HFBackend | None]:
         """Everything but linear weights is shared."""
+        self.refuse_few_bits(bits)
         steps, made = quantizing(self.model, bits, self.name, self._written, kept=self.keeps), None
         while made is None:
             with self._cache.lock:  # passes of both share modules, and change some of them meanwhile
@@ -129,6 +120,14 @@ class HFBackend(SlotBackend):
                 made = self._with_model(model)
                 made.facts = replace(self.facts, bits=bits)
             yield made
+
+    def refuse_few_bits(self, bits: int) -> None:
+        """Refuse to round weights that have few bits already."""
+        if self.few_bits:
+            raise UserError(
+                f"{self.name} cannot be quantized to {bits} bits: its weights have few bits already; it can be drafted "
+                "for by another drafter"
+            )
 
     def rounded_copy(self, model: Any, bits: int) -> Any:
         """A form of its model as a target of 4 or 8 bits; errors as of `quantized_modules.quantizing`."""
@@ -151,12 +150,17 @@ class HFBackend(SlotBackend):
     @override
     def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> HFBackend:
         """The model's own tensors are written over."""
-        copy_into(self.model, state_of(weights), self.name)
+        self._write(self.model, weights)
         made = copy.copy(self)
         made.keeps = False
         made._cache = SlotCache(self.facts.max_positions)  # noqa: SLF001 - of this class
         made._recorded = ()  # noqa: SLF001
         return made
+
+    def _write(self, model: Any, weights: nn.Module | Mapping[str, Tensor]) -> None:
+        if self.few_bits:
+            raise UserError(f"the weights of {self.name} cannot be changed: they have few bits")
+        copy_into(model, state_of(weights), self.name)
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         return self._call(layout, self._past(layout), hidden=hidden)
@@ -211,3 +215,8 @@ class HFBackend(SlotBackend):
     def _mask(self, layout: Layout, window: int | None) -> Tensor:
         """What an attention layer gets as the mask of a window."""
         return layout.mask(window, self.dtype)
+
+
+def _some(model: nn.Module, name: str) -> bool:
+    """Whether some module says so of itself."""
+    return any(getattr(module, name, False) for module in model.modules())

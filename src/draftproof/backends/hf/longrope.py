@@ -9,8 +9,7 @@ portions here. So rows of one kind share passes, and passes that only have lower
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from draftproof.backends.base import Feed, FeedOutput, Session
 from draftproof.backends.cache.layout import feed_depths
+from draftproof.backends.cache.passes import during
 from draftproof.tree import TokenTree
 
 Forward = Callable[[Sequence[Feed]], list[FeedOutput]]
@@ -81,15 +81,6 @@ def _hide_length(module: nn.Module, args: Any, made: tuple[Tensor, Tensor]) -> A
     return tuple(each[:, :-1] for each in made) if is_long() else None
 
 
-@contextmanager
-def _forcing(forced: _Forced) -> Iterator[None]:
-    token = _FORCED.set(forced)
-    try:
-        yield
-    finally:
-        _FORCED.reset(token)
-
-
 class FactorSwitch:
     """The passes of a model with two sets of rotary factors.
 
@@ -115,7 +106,7 @@ class FactorSwitch:
         for long in set(kinds):
             rows = [row for row, kind in enumerate(kinds) if kind is long]
             read = [self._again(feeds[row], long=long) for row in rows]
-            with _forcing(_Forced(self.length, long)):
+            with during(_FORCED, _Forced(self.length, long)):
                 made = run([feed for feed, _ in read])
             for row, output, (_, count) in zip(rows, made, read, strict=True):
                 outputs[row] = _last(output, count)
@@ -148,7 +139,7 @@ class FactorSwitch:
             return None
         session = open_session()
         try:
-            with _forcing(_Forced(self.length, long=True)):
+            with during(_FORCED, _Forced(self.length, long=True)):
                 output = run([_whole(feed, session)])[0]
         finally:
             session.close()

@@ -42,6 +42,8 @@ class QuantizedLinear(nn.Module):
         inputs: what is known of its inputs; by default the errors of all weights count alike.
     """
 
+    few_bits = rounds_inputs = True
+
     def __init__(
         self,
         weight: Tensor,

@@ -7,9 +7,8 @@ moved weights, but cannot be trained, saved or moved any more.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from typing_extensions import override
 
-from draftproof.backends.base import Feed, FeedOutput
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import SlotCache
@@ -88,14 +86,6 @@ class LeanForward(SlotBackend):
         self.embed = lean.embed
         length = lean.traits.length
         self._switch = FactorSwitch(lambda: length) if length else None
-
-    @override
-    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
-        run = partial(super().forward, hidden=hidden)
-        if self._switch is None:
-            return run(feeds)
-        with self._cache.lock:  # feeds of each length have rotary factors of their own
-            return self._switch.forward(feeds, run, self.open)
 
     @property
     def products(self) -> str:

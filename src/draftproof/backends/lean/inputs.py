@@ -14,9 +14,10 @@ from draftproof.backends.hf.quantized_modules import QuantizedLinear
 from draftproof.backends.lean.traits import UnreadError, is_stock
 from draftproof.backends.products.packed_linear import REORDERED, LinearSlice, PackedLinear, PlainProduct, SplitProduct
 from draftproof.native.structures import MOST_INPUTS, InputsArguments, LinearArguments
+from draftproof.native.tensors import Immutable
 
 
-class Joint:
+class Joint(Immutable):
     """Products with the same rows, whose outputs are one row.
 
     Args:
@@ -51,9 +52,6 @@ class Joint:
         for place, product in enumerate(products):
             self.arguments.of[place] = linear_arguments(product)
             self.arguments.outs[place] = outs[place]
-
-    def __deepcopy__(self, memo: object) -> Joint:
-        return self  # C has its addresses, and nothing changes it
 
     @classmethod
     def of(cls, product: PackedLinear | Joint) -> Joint:

@@ -19,6 +19,7 @@ from draftproof.backends.lean.inputs import Joint, linear_arguments, whole_produ
 from draftproof.backends.lean.traits import UnreadError, eps_of
 from draftproof.backends.recurrent.states import Key, State
 from draftproof.native.structures import MIXERS, STATES, MixerArguments, Sequences
+from draftproof.native.tensors import Immutable
 
 _NOTHING = ("transformers.activations", "torch.nn.modules.activation")  # of modules without weights
 _RULE = {"conv1d", "out_proj"}
@@ -107,7 +108,7 @@ _READERS: tuple[tuple[set[str], Callable[[Any], MixerParts]], ...] = (
 """Readers of modules by the names of all their parts."""
 
 
-class Mixer:
+class Mixer(Immutable):
     """A module that keeps a recurrent state, read by native code.
 
     Args:
@@ -156,9 +157,6 @@ class Mixer:
         if given.heads:
             shape, key = (given.heads, given.dim, given.size), Key("recurrent", number, 0)
             self.kept.append(Kept(key, shape, torch.float32, turned=parts.kind == "scan"))
-
-    def __deepcopy__(self, memo: object) -> Mixer:
-        return self  # C has its addresses, and nothing changes it
 
 
 @dataclass(frozen=True)

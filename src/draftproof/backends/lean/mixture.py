@@ -20,12 +20,12 @@ from draftproof.backends.products.packed_linear import PackedLinear, fuse, let_g
 from draftproof.native.ggml import GGMLWeight, StoredMatrix, why_not_joined
 from draftproof.native.operations import ACTIVATIONS
 from draftproof.native.structures import LinearArguments, MixtureArguments
-from draftproof.native.tensors import LANES, Quantized
+from draftproof.native.tensors import LANES, Immutable, Quantized
 
 _ZERO = 1e-6  # weights of a norm below it leave nothing of a number
 
 
-class Mixture:
+class Mixture(Immutable):
     """What the experts that a router chooses make of rows.
 
     Args:
@@ -80,9 +80,6 @@ class Mixture:
         for name in ("whole", "sigmoid", "factor", "least"):
             setattr(self.arguments, name, getattr(experts, name))
 
-    def __deepcopy__(self, memo: object) -> Mixture:
-        return self  # C has its addresses, and nothing changes it
-
     def __call__(self, x: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
         """What they make of every row."""
         return self._operations.mixture(x, self.arguments)
@@ -94,6 +91,8 @@ class Mixture:
 
 class StoredMixture(nn.Module):
     """A mixture of experts of few bits, in the place of a model's own."""
+
+    few_bits = rounds_inputs = True
 
     def __init__(self, mixture: Mixture) -> None:
         super().__init__()

@@ -24,7 +24,6 @@ from draftproof.backends.hf.truncate import first_layers, put, shallow
 from draftproof.backends.lean.hybrid import HybridLean, family_of
 from draftproof.backends.lean.mixture_modules import is_mixture
 from draftproof.backends.lean.traits import UnreadError
-from draftproof.backends.new_weights import copy_into, state_of
 from draftproof.backends.products.linear_layers import linear_layers, packed_layers
 from draftproof.backends.products.packed_linear import LinearSlice, PlainProduct, fuse
 from draftproof.errors import UserError
@@ -85,7 +84,7 @@ class ReadByLean(HFBackend):
     def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> HFBackend:
         """The model's own tensors are written over; packed ones are packed again."""
         model = unpacked(self.model)
-        copy_into(model, state_of(weights), self.name)
+        self._write(model, weights)
         if self.packed:
             pack_layers(model)
         made = self._with_model(model)

@@ -40,8 +40,6 @@ from draftproof.backends.loading.gguf_tensors import (
 from draftproof.backends.loading.options import ACTIVATIONS
 from draftproof.backends.loading.stored_backends import (
     StoredBackend,
-    StoredLeanBackend,
-    StoredSnapshotBackend,
     attention_name,
 )
 from draftproof.backends.products.packed_linear import StoredProduct, dense, let_go, plain_of
@@ -85,10 +83,9 @@ class ModuleFamily:
     route: Callable[[Any], None] = _leave  # changes a layer whose experts choose tokens themselves
     # what modules beside the layers are in the file, by name, if the model has them
     beside: Mapping[str, str] = field(default_factory=dict)
-    # of a model with floats, and of one with few bits
-    backend: tuple[type[HFBackend], type[HFBackend]] = (LeanSnapshotBackend, StoredSnapshotBackend)
-    # the same where transformers' modules read it, and the lean forward does not
-    modules: tuple[type[HFBackend], type[HFBackend]] = (LeanSnapshotBackend, StoredSnapshotBackend)
+    backend: type[HFBackend] = LeanSnapshotBackend  # the one that `auto` takes
+    # the same where transformers' modules read it, and the lean forward does not; with floats, and with few bits
+    modules: tuple[type[HFBackend], type[HFBackend]] = (LeanSnapshotBackend, LeanSnapshotBackend)
     attention: Callable[[], str] = lambda: "sdpa"  # name of its attention in transformers
     # changes the model within, which has its weights, before its modules read it
     finish: Callable[[Any], None] = _leave
@@ -462,7 +459,7 @@ _ARCHITECTURES = {
             "per_layer_model_projection": "per_layer_model_proj",
             "per_layer_projection_norm": "per_layer_proj_norm",
         },
-        backend=(LeanModulesBackend, StoredLeanBackend),
+        backend=LeanModulesBackend,
         modules=(HFBackend, StoredBackend),
         attention=attention_name,
         finish=_natively,
@@ -471,7 +468,7 @@ _ARCHITECTURES = {
     "granitehybrid": ModuleFamily("granitemoehybrid", _granite, _granite_sources, mixture="block_sparse_moe"),
 }
 ARCHITECTURES = {
-    name: tuple(dict.fromkeys(each[0].kind for each in (family.backend, family.modules)))
+    name: tuple(dict.fromkeys(each.kind for each in (family.backend, family.modules[0])))
     for name, family in _ARCHITECTURES.items()
 }
 """The backends of each architecture."""
@@ -515,11 +512,11 @@ def read_modules(
 
 def _backend(model: Any, family: ModuleFamily, asked: str, *, few: bool, name: str, check: bool) -> HFBackend:
     """The backend of a model that has the weights of a file, whether these have few bits or are floats."""
-    if asked in ("auto", family.backend[0].kind) and family.backend != family.modules:
+    kind = family.backend
+    if asked in ("auto", kind.kind) and kind is not family.modules[0]:
         why = why_unread(model)
         if why is None:
             try:
-                kind = family.backend[few]
                 return kind(model, name=name, check=check, **packing(kind))
             except UserError as cause:
                 why = str(cause)

@@ -24,10 +24,11 @@ from draftproof.backends.model_info import PACKED
 from draftproof.backends.products.packed_linear import LinearSlice, product_of
 from draftproof.errors import UserError, reason
 from draftproof.native.ggml import StoredMatrix
+from draftproof.native.tensors import Immutable
 
 
 @dataclass(frozen=True)
-class PackedLayers:
+class PackedLayers(Immutable):  # transformers copies its options
     """Linear layers of a checkpoint, made of its packed matrices."""
 
     config: Any  # transformers' own of the model, without a word of its quantization
@@ -105,9 +106,6 @@ class PackedLayers:
                 break
             part.register_parameter(kind, nn.Parameter(given, requires_grad=False))
         return stem
-
-    def __deepcopy__(self, memo: object) -> PackedLayers:
-        return self  # transformers gets copies of its options, and nothing changes the layers
 
     @property
     def options(self) -> dict[str, Any]:

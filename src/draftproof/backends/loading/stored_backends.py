@@ -9,30 +9,27 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftproof import native
 from draftproof.backends.cache.layout import Layout
+from draftproof.backends.cache.passes import during
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import CacheView, SlotCache
 from draftproof.backends.cache.windows import FULL, RECURRENT, SLIDING, windows_of
 from draftproof.backends.hf.backend import HFBackend
-from draftproof.backends.hf.quantized_modules import QuantizedLinear
 from draftproof.backends.lean.attention import Heads, NativeAttention, Pass
-from draftproof.backends.lean.mixture import StoredMixture
 from draftproof.backends.lean.module_backend import LeanModulesBackend, pack_layers, why_unread
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.lean.traits import UnreadError
 from draftproof.backends.loading.stored_mixtures import with_rounded_experts
-from draftproof.backends.products.packed_linear import LinearSlice, SplitProduct, StoredProduct
 from draftproof.errors import UserError, reason
 from draftproof.native.structures import PassMask
 
@@ -41,67 +38,18 @@ _UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask")  # what changes at
 _log = logging.getLogger(__name__)
 
 
-class StoredWeights(HFBackend):
-    """A model whose weights have few bits; inputs of their products are rounded to 8 bits, or as their types have it.
-
-    Arguments are those of the class beside it.
-    """
-
-    def __init__(self, model: Any, **options: Any) -> None:
-        self.rounds_inputs = any(map(_rounds, model.modules()))
-        super().__init__(model, **options)
-
-    def quantizing(self, bits: int) -> NoReturn:
-        """Refused: see Raises.
-
-        Raises:
-            UserError: always; the weights have few bits already.
-        """
-        raise UserError(
-            f"{self.name} cannot be quantized to {bits} bits: its weights have few bits already; it can be drafted for "
-            "by another drafter"
-        )
-
-    def rounded(self, bits: int) -> NoReturn:
-        """Refused, as `quantizing` is."""
-        self.quantizing(bits)
-
-    def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> NoReturn:  # noqa: ARG002 - of SlotBackend
-        """Refused: see Raises.
-
-        Raises:
-            UserError: always; the weights are those of a file.
-        """
-        raise UserError(f"the weights of {self.name} cannot be changed: they have few bits")
-
-
-def _rounds(module: nn.Module) -> bool:
-    """Whether a module rounds its inputs to 8 bits."""
-    if isinstance(module, LinearSlice):
-        return isinstance(module.product, StoredProduct | SplitProduct) and module.product.rounds_inputs
-    return isinstance(module, StoredMixture | QuantizedLinear)
-
-
-class StoredBackend(StoredWeights):
-    """Such a model that its own modules read; its config names `attention_name()`."""
+class StoredBackend(HFBackend):
+    """A model with weights of few bits, read by its own modules; its config names `attention_name()`."""
 
     def _past(self, layout: Layout) -> CacheView:
         return _NewOnly(self._cache, layout.plan)
 
     def _call(self, layout: Layout, view: CacheView, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
-        with _in_pass(_Passing(layout, self._cache)):
+        with during(_PASS, _Passing(layout, self._cache)):
             return super()._call(layout, view, hidden=hidden)
 
     def _mask(self, layout: Layout, window: int | None) -> Tensor:  # noqa: ARG002 - of HFBackend
         return torch.full((1, 1, 1, 1), window or 0)  # in place of a mask, for `attend`
-
-
-class StoredLeanBackend(StoredWeights, LeanModulesBackend):
-    """Such a model that the lean forward reads by its modules."""
-
-
-class StoredSnapshotBackend(StoredWeights, LeanSnapshotBackend):
-    """Such a model with recurrent layers."""
 
 
 class _NewOnly(CacheView):
@@ -151,15 +99,6 @@ class _Passing:
 _PASS: ContextVar[_Passing | None] = ContextVar("_PASS", default=None)
 
 
-@contextmanager
-def _in_pass(passing: _Passing) -> Iterator[None]:
-    token = _PASS.set(passing)
-    try:
-        yield
-    finally:
-        _PASS.reset(token)
-
-
 @functools.cache
 def attention_name() -> str:
     """The name under which transformers knows the attention: native in our passes, and else that of torch."""
@@ -198,14 +137,14 @@ def stored_backend(model: Any, name: str, *, snapshot: bool, check: bool) -> HFB
         UserError: as of `HFBackend`.
     """
     if snapshot:
-        return StoredSnapshotBackend(model, pack=True, name=name, check=check)
+        return LeanSnapshotBackend(model, pack=True, name=name, check=check)
     if why_unread(model) is None:
         try:
-            return StoredLeanBackend(model, pack=True, name=name, check=check)
+            return LeanModulesBackend(model, pack=True, name=name, check=check)
         except UserError as cause:
             _log.info("%s is read by transformers' own modules: %s", name, cause)
     if not check:
-        return StoredWeights(model, name=name, check=False)
+        return HFBackend(model, name=name, check=False)
     plain = model.config._attn_implementation  # noqa: SLF001 - has no public name
     try:
         _natively(model)
@@ -213,18 +152,19 @@ def stored_backend(model: Any, name: str, *, snapshot: bool, check: bool) -> HFB
     except (UserError, UnreadError, ValueError) as cause:
         _log.info("%s has torch's attention: %s", name, reason(cause))
     model.set_attn_implementation(plain)
-    return StoredWeights(model, name=name)
+    return HFBackend(model, name=name)
 
 
 def rounded(backend: SlotBackend, bits: int, *, check: bool = True) -> SlotBackend:
     """A model with linear weights of 4 or 8 bits as a target, and an empty cache; the given one is used up.
 
     Raises:
-        UserError: as of `SlotBackend.rounded`, or of `quantized_modules.quantizing`.
+        UserError: as of `SlotBackend.rounded`, or of `HFBackend.quantizing`.
     """
-    if type(backend) not in (HFBackend, LeanModulesBackend, LeanSnapshotBackend):
+    if type(backend) not in (HFBackend, StoredBackend, LeanModulesBackend, LeanSnapshotBackend):
         return backend.rounded(bits)
     assert isinstance(backend, HFBackend), "all are"
+    backend.refuse_few_bits(bits)
     model = backend.rounded_copy(with_rounded_experts(backend.model, bits, backend.name), bits)
     snapshot = isinstance(backend, LeanSnapshotBackend)
     made = stored_backend(model, backend.name, snapshot=snapshot, check=check)

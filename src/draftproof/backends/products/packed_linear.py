@@ -79,6 +79,9 @@ class PackedLinear:
         pack: whether to pack the weight where that is supported.
     """
 
+    few_bits = False  # whether the weight has the numbers of a file, which are not rounded again
+    rounds_inputs = False  # whether inputs are rounded to 8 bits
+
     def __init__(
         self,
         weight: Float[Tensor, "out in"] | Sequence[Tensor],
@@ -316,6 +319,16 @@ class LinearSlice(nn.Module):
         self._places = places
 
     @property
+    def few_bits(self) -> bool:
+        """As of the product."""
+        return self.product.few_bits
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """As of the product."""
+        return self.product.rounds_inputs
+
+    @property
     def outputs(self) -> Int[Tensor, " part"]:
         """Which of the product's outputs are the layer's."""
         return self.start + (torch.arange(self.stop - self.start) if self._places is None else self._places)
@@ -442,10 +455,9 @@ class StoredProduct(PackedLinear):
 
     Args:
         matrices: whose outputs follow one another (`ggml.why_not_joined`).
-
-    Attributes:
-        rounds_inputs: whether they are; some types multiply floats.
     """
+
+    few_bits = True
 
     def __init__(self, matrices: Sequence[StoredMatrix], bias: Float[Tensor, " out"] | None = None) -> None:
         operations = operations_for_stored(matrices[0])
@@ -479,16 +491,14 @@ class StoredProduct(PackedLinear):
 
 
 class SplitProduct(PackedLinear):
-    """Native products with the same inputs whose weights are of several kinds; their outputs follow one another.
+    """Native products with the same inputs whose weights are of several kinds; their outputs follow one another."""
 
-    Attributes:
-        rounds_inputs: whether one of them rounds its inputs.
-    """
+    few_bits = True
 
     def __init__(self, products: Sequence[PackedLinear]) -> None:
         self.products = products
         self.layout = REORDERED if any(each.layout == REORDERED for each in products) else "native"
-        self.rounds_inputs = any(isinstance(each, StoredProduct) and each.rounds_inputs for each in products)
+        self.rounds_inputs = any(each.rounds_inputs for each in products)
         self.bias = None
         self.weight: Any = None
         self._latest = None

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from draftproof.backends.products.packed_linear import LinearSlice, PackedLinear, StoredProduct, operations_for_stored
 from draftproof.native.ggml import StoredMatrix
+from draftproof.native.tensors import Immutable
 
 
-class StoredLinear(LinearSlice):
+class StoredLinear(Immutable, LinearSlice):
     """Some outputs of a product with all matrices of few bits that are read with the same inputs.
 
     Attributes:
@@ -30,9 +31,6 @@ class StoredLinear(LinearSlice):
         super().__init__(product, start, stop, places)
         self.inputs = inputs
 
-    def __deepcopy__(self, memo: object) -> StoredLinear:
-        return self  # nothing changes it
-
     @property
     def weight(self) -> Tensor:
         """A tensor without memory that has the weight's shape, for modules that look at it."""
@@ -45,6 +43,8 @@ class StoredLinear(LinearSlice):
 
 class StoredEmbedding(nn.Module):
     """Rows of a matrix of few bits, times a factor."""
+
+    few_bits = True
 
     def __init__(self, matrix: StoredMatrix, factor: float = 1.0) -> None:
         super().__init__()

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +25,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
+from draftproof.backends.cache.passes import during
 from draftproof.backends.recurrent.convolutions import AFTER_STATE, ALL, Convolution
 from draftproof.backends.recurrent.native_rule import NativeRule
 from draftproof.backends.recurrent.native_scan import STEP, NativeScan, NativeStep
@@ -42,6 +42,8 @@ _ALONE: dict[str, Callable[[Any], Callable[..., Any] | None]] = {
 """What stands for functions that need not be divided, by their names."""
 _STATES = ("initial_state", "initial_states")
 _PASS: ContextVar[StateView | None] = ContextVar("_PASS", default=None)
+# While this is open, recurrences of this thread follow a pass: where it is divided, and how few tokens it has.
+in_pass = partial(during, _PASS)
 
 
 def follow_passes(mixers: Sequence[nn.Module]) -> None:
@@ -83,16 +85,6 @@ def _one_chunk(scan: Callable[..., Any]) -> Callable[..., Any]:
         return scan(hidden, *args, **{**options, "chunk_size": hidden.shape[1]})
 
     return few
-
-
-@contextmanager
-def in_pass(view: StateView) -> Iterator[None]:
-    """While this is open, recurrences of this thread follow a pass: where it is divided, and how few tokens it has."""
-    token = _PASS.set(view)
-    try:
-        yield
-    finally:
-        _PASS.reset(token)
 
 
 @dataclass(frozen=True)

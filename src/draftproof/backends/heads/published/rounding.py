@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from draftproof.backends.cache.passes import during
 from draftproof.backends.lean.layers import Layer
 from draftproof.backends.products.packed_linear import PackedLinear
 from draftproof.errors import UserError
@@ -44,11 +45,8 @@ def rounded_head(name: str, bits: int | None) -> Iterator[None]:
         yield
         return
     rounding = _Rounding(name, bits)
-    token = _ROUNDING.set(rounding)
-    try:
+    with during(_ROUNDING, rounding):
         yield
-    finally:
-        _ROUNDING.reset(token)
     if not rounding.count:
         raise UserError(f"{name} cannot be rounded to {bits} bits: its layers are the target's; leave out draft_dtype")
 
