@@ -10,15 +10,10 @@ from torch import Tensor
 
 
 def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Numbers as a tensor on a device.
+    """Numbers, or equally long lists of them, as a tensor on a device; by default in torch's choice of dtype.
 
     A copy from ordinary memory to CUDA waits until the device has done all earlier work. A copy from pinned memory does
     not: it takes its turn behind that work.
-
-    Args:
-        values: numbers, or equally long lists of them.
-        device: where they are needed.
-        dtype: of the tensor; None for torch's choice.
     """
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)

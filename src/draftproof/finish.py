@@ -122,8 +122,6 @@ class Cutter:
     reasoning is kept apart; its markers and the headers of answers are in no text, nor are line breaks beside them.
 
     Args:
-        params: sampling parameters of the request.
-        eos_token_ids: the model's end-of-sequence ids.
         tokenizer: None gives no text, and refuses stop strings.
         context_left: number of tokens that still fit into the model's context; a second limit besides `max_tokens`.
         reasoning: how the output begins; None where all of it is the answer.

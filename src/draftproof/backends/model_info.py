@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -176,3 +177,10 @@ def end_tokens(*found: int | Sequence[int] | None) -> tuple[int, ...]:
     for each in found:
         ids += [each] if isinstance(each, int) else each or ()
     return tuple(dict.fromkeys(ids))
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """The norm of the difference, divided by that of `expected`; infinite if there are NaNs."""
+    right = expected.detach().double()
+    error = float((found.detach().to(right) - right).norm() / right.norm().clamp(min=1e-12))
+    return math.inf if math.isnan(error) else error

@@ -97,12 +97,9 @@ class Scheduler:
     """The waiting and running requests of an engine, in the order of their arrival.
 
     Args:
-        target: the target model.
-        drafter: the drafter, for its sessions.
         max_batch: returns how many requests may run together.
         spare: returns the most tokens that a request reads beyond its committed ones.
         kv_memory: bytes for keys, values and states; None for no limit.
-        prefix_reuse: whether common prefixes are reused.
     """
 
     def __init__(

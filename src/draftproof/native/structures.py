@@ -349,7 +349,6 @@ class LayerStack:
     """Decoder layers that run one after another.
 
     Args:
-        layers: their arguments.
         which: of each the number of its attention, among those that `work` and `Operations.layers` get.
     """
 

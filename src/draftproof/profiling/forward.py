@@ -19,6 +19,7 @@ import torch
 from draftproof import models
 from draftproof.accelerator import synchronize
 from draftproof.backends.base import Feed, unread
+from draftproof.backends.cache.sessions import SlotSession
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions, parse_device
@@ -95,21 +96,11 @@ def measure_forward(options: ForwardOptions, *, watch: Watch = silent) -> Result
             sessions = {name: backend.open() for name, backend in backends.items()}
             for name, backend in backends.items():
                 backend.forward([Feed(sessions[name], tokens[:-1])])
-            for repeat in range(-WARM_UP, options.repeats):
-                for shape, tree in shapes.items():
-                    for name, backend in backends.items():
-                        pending = unread(sessions[name], tokens)
-                        spent = timed_pass(backend, [Feed(sessions[name], pending, tree)])
-                        if repeat >= 0:
-                            found[name, shape].append(spent)
-                for shape, text in prompts.items():
-                    for name, backend in backends.items():
-                        session = backend.open()
-                        spent = timed_pass(backend, [Feed(session, text)])
-                        session.close()
-                        if repeat >= 0:
-                            found[name, shape].append(spent)
-                tick(number * (options.repeats + WARM_UP) + repeat + WARM_UP + 1)
+            for repeat in range(options.repeats + WARM_UP):
+                for which, spent in _repetition(backends, sessions, tokens, shapes, prompts):
+                    if repeat >= WARM_UP:
+                        found[which].append(spent)
+                tick(number * (options.repeats + WARM_UP) + repeat + 1)
             floor = weights_read(options.target, dtype).nbytes / read
             positions = {shape: 1 + (0 if tree is None else len(tree)) for shape, tree in shapes.items()}
             positions |= {shape: len(text) for shape, text in prompts.items()}
@@ -120,6 +111,25 @@ def measure_forward(options: ForwardOptions, *, watch: Watch = silent) -> Result
             ]
     figures = {"options": shown_options(options), "bytes_per_second": read, "rows": rows}
     return Results("The time of a forward pass", _lines(options, rows, read), figures, facts)
+
+
+def _repetition(
+    backends: Mapping[str, SlotBackend],
+    sessions: Mapping[str, SlotSession],
+    tokens: list[int],
+    shapes: Mapping[str, TokenTree | None],
+    prompts: Mapping[str, Sequence[int]],
+) -> Iterator[tuple[tuple[str, str], float]]:
+    """Backend, shape and seconds of each pass: of each shape after the context, and of each prompt, in turns."""
+    for shape, tree in shapes.items():
+        for name, backend in backends.items():
+            pending = unread(sessions[name], tokens)
+            yield (name, shape), timed_pass(backend, [Feed(sessions[name], pending, tree)])
+    for shape, text in prompts.items():
+        for name, backend in backends.items():
+            session = backend.open()
+            yield (name, shape), timed_pass(backend, [Feed(session, text)])
+            session.close()
 
 
 def timed_pass(backend: SlotBackend, feeds: Sequence[Feed]) -> float:

@@ -18,7 +18,7 @@ from draftproof.backends.loading.gguf_model import in_own_numbers
 from draftproof.backends.loading.gguf_modules import ARCHITECTURES, read_modules
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
-from draftproof.backends.loading.stored_backends import _Passing
+from draftproof.backends.loading.stored_backends import _PassContext
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.engine.registry import make_verifier
@@ -221,7 +221,7 @@ def test_the_output_distribution_of_gemma_4_is_that_without_drafts(name, kind, t
     backend = read_modules(GGUFFile(path), name=name, dtype=torch.float32, backend=kind)
     expected = distribution(backend, NoDrafter)
     assert total_variation(distribution(backend, NgramDrafter), expected) < 1e-7
-    attend, enter = _Passing.attend, HybridLean.enter
+    attend, enter = _PassContext.attend, HybridLean.enter
 
     def kept(self, layer, query, key, *others):  # Negative control: drafted tokens do not see their own keys.
         return attend(self, layer, query, key * (query.shape[2] == 1), *others)
@@ -229,7 +229,7 @@ def test_the_output_distribution_of_gemma_4_is_that_without_drafts(name, kind, t
     def others(self, ids):  # Negative control: drafted tokens have the embeddings of others.
         return enter(self, ids.flip(-1) if len(ids) < 5 else ids)
 
-    monkeypatch.setattr(_Passing, "attend", kept)
+    monkeypatch.setattr(_PassContext, "attend", kept)
     monkeypatch.setattr(HybridLean, "enter", others)
     assert total_variation(distribution(backend, NgramDrafter), expected) > 1e-4
 

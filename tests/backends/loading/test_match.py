@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from draftproof import Engine, UserError, models
 from draftproof.backends.loading import match
 from draftproof.backends.loading.load import load
-from draftproof.backends.loading.match import VERIFIED, Match, Reads, matches, own_layer, reads
+from draftproof.backends.loading.match import VERIFIED, Match, WeightReads, matches, own_layer, reads
 from draftproof.cli import app
 from draftproof.embedded import draft_dir, stories_draft_dir, stories_target_dir, target_dir
 from draftproof.engine import engine
@@ -127,7 +127,7 @@ def test_what_a_token_reads_of_a_checkpoint(tmp_path):
 def test_rows_of_a_mixture_read_more():
     """Qwen3-30B-A3B: a fifth of what a token reads is not in experts, and 8 of 128 are chosen; five rows read 3.7 times
     as much. Nothing gains there that would gain 1.7 times with a dense target."""
-    whole = Reads(200, 800 * 128 // 8, 8 / 128)
+    whole = WeightReads(200, 800 * 128 // 8, 8 / 128)
     growth = tuple(whole.of(rows) / whole.of(1) for rows in range(2, 10))
     distinct = 128 * (1 - (1 - 8 / 128) ** 5)
     assert growth[3] == pytest.approx((200 + 800 * distinct / 8) / 1000)

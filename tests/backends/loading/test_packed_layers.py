@@ -10,7 +10,7 @@ from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.native_modules import natively
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
-from draftproof.backends.loading.stored_backends import _Passing
+from draftproof.backends.loading.stored_backends import _PassContext
 from draftproof.backends.products.packed_linear import LinearSlice, StoredProduct
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.registry import make_drafter
@@ -96,13 +96,13 @@ def test_attention_that_is_not_known_is_that_of_transformers(tmp_path, caplog):
 def test_another_attention_than_the_models_own_is_not_taken(change, tmp_path, monkeypatch):
     """Negative control: the check when the model is loaded sees it, and attention stays transformers'."""
     checkpoint(tmp_path, "nf4", 64, config=FAMILIES["hf"]())
-    attend = _Passing.attend
+    attend = _PassContext.attend
 
     def other(self, layer, query, key, value, scale, window):
         scale, window = (scale, None) if change == "window" else (2 * scale, window)
         return attend(self, layer, query, key, value, scale, window)
 
-    monkeypatch.setattr(_Passing, "attend", other)
+    monkeypatch.setattr(_PassContext, "attend", other)
     assert type(loaded(tmp_path)) is HFBackend
 
 

@@ -105,11 +105,11 @@ class SlotBackend(ABC):
         Raises:
             ValueError: nothing to read, or longer than the model's context.
         """
-        read = partial(self._read, hidden=hidden)
+        read = partial(self._read_all, hidden=hidden)
         with self._cache.lock:
             return read(feeds) if self._switch is None else self._switch.forward(feeds, read, self.open)
 
-    def _read(self, feeds: Sequence[Feed], *, hidden: bool) -> list[FeedOutput]:
+    def _read_all(self, feeds: Sequence[Feed], *, hidden: bool) -> list[FeedOutput]:
         for feed in feeds:
             self._check(feed)
         if len({id(feed.session) for feed in feeds}) < len(feeds):

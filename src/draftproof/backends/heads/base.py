@@ -90,7 +90,7 @@ class LayeredNet(HeadNet):
         """The states after the tokens."""
 
 
-class Above(NamedTuple):
+class PrecedingStates(NamedTuple):
     """The states before the tokens of a feed: first those of others, then the head's own."""
 
     # theirs, own: None where there are none
@@ -139,7 +139,7 @@ class FollowingSession(SlotSession, HeadSession):
         if self.length > self.certain:
             self.keep(self.certain)
 
-    def above(self, feed: Feed) -> Above:
+    def above(self, feed: Feed) -> PrecedingStates:
         """The states before the tokens of a feed.
 
         Raises:
@@ -157,7 +157,7 @@ class FollowingSession(SlotSession, HeadSession):
             raise ValueError("a feature head reads drafted tokens level by level, and others after the target did")
         lead = sum(slot < 0 for slot in theirs)
         theirs = theirs[lead:]
-        return Above(
+        return PrecedingStates(
             self.owner.states_at(theirs, self.layers) if theirs else None,
             self.states_at(own) if own else None,
             lead,
@@ -250,7 +250,7 @@ class HeadBackend(TargetHead):
             session.read(feed.tokens, feed.tree)
         return outputs
 
-    def _filled(self, above: Above) -> Float[Tensor, "tokens dim"]:
+    def _filled(self, above: PrecedingStates) -> Float[Tensor, "tokens dim"]:
         """States before a feed's tokens; zeros before the first token of all."""
         parts = []
         if above.lead:

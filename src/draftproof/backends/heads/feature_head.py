@@ -79,7 +79,7 @@ def _llama_layer(net: FeatureNet) -> SimpleNamespace:
 
 
 def _linear(weight: Float[Tensor, "out in"]) -> SimpleNamespace:
-    return SimpleNamespace(weight=weight.detach(), bias=None, out_features=weight.shape[0])
+    return SimpleNamespace(weight=weight.detach(), bias=None)
 
 
 def _norm(weight: Float[Tensor, " dim"]) -> SimpleNamespace:

@@ -168,11 +168,7 @@ def save_net(net: FeatureNet, directory: Path, dtype: torch.dtype = torch.bfloat
 
 
 def load_net(directory: str | Path) -> FeatureNet:
-    """Read a feature head from its directory, in float32.
-
-    Raises:
-        UserError: no feature head there, or weights of another shape.
-    """
+    """Read a feature head from its directory, in float32."""
     where = Path(directory).expanduser()
     for name in (CONFIG, WEIGHTS):
         if not (where / name).is_file():

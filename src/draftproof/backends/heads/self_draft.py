@@ -60,11 +60,7 @@ class SelfDraftBackend(SlotBackend):
 
 
 class EarlyExitBackend(SelfDraftBackend):
-    """The first `layers` layers of a backend's model, followed by its own final norm and output layer.
-
-    Raises:
-        UserError: a number out of range, or the model's first layers do not work on their own.
-    """
+    """The first `layers` layers of a backend's model, followed by its own final norm and output layer."""
 
     def __init__(self, whole: SlotBackend, layers: int) -> None:
         total = whole.facts.layers

@@ -19,8 +19,8 @@ from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.sessions import SlotSession
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import SlotCache
-from draftproof.backends.hf.probe import TOLERANCE, distance
-from draftproof.backends.model_info import ModelInfo, cache_names
+from draftproof.backends.hf.probe import TOLERANCE
+from draftproof.backends.model_info import ModelInfo, cache_names, relative_error
 from draftproof.errors import UserError, reason
 
 _PROMPT, _STEPS = 5, 4  # tokens of the check
@@ -183,14 +183,14 @@ class PlainBackend(SlotBackend):
         if not rows.isfinite().all():
             raise UserError(f"{self.name} computes logits that are not finite: try another dtype")
         if self._differs(rows, expected):
-            error = distance(rows, expected)
+            error = relative_error(rows, expected)
             raise UserError(
                 f"{self.name} does not reproduce what transformers generates (relative error {error:.2g}), so it is "
                 "refused"
             )
 
     def _differs(self, rows: Float[Tensor, "tokens vocab"], expected: Float[Tensor, "tokens vocab"]) -> bool:
-        return not distance(rows, expected) < TOLERANCE.get(self.dtype, TOLERANCE[torch.bfloat16])
+        return not relative_error(rows, expected) < TOLERANCE.get(self.dtype, TOLERANCE[torch.bfloat16])
 
     def _rows(self, tokens: list[int], *, beside: bool = False) -> list[Float[Tensor, " vocab"]]:
         """Rows after the prompt of the check and each token more; with `beside`, another session reads in turns."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from draftproof import native
 from draftproof.backends.hf.truncate import put, shallow
-from draftproof.backends.model_info import PACKED, quantization_method
+from draftproof.backends.model_info import PACKED, quantization_method, relative_error
 from draftproof.backends.products.linear_layers import linear_layers, matrix_of
 from draftproof.backends.products.packed_linear import GROUP, LinearSlice
 from draftproof.native.operations import Operations
@@ -171,8 +171,7 @@ def _agree(module: Any, twin: Any) -> bool:
         return False
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
-    off = (found.double() - expected.double()).norm()
-    return bool(off <= _SAME[weight.dtype] * expected.double().norm())
+    return relative_error(found, expected) <= _SAME[weight.dtype]
 
 
 Group = tuple[int, int, int]

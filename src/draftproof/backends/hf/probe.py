@@ -27,7 +27,14 @@ from torch import Tensor
 
 from draftproof.backends.base import Backend, Capabilities, Feed, unread
 from draftproof.backends.cache.windows import CHUNKED, LINEAR, RECURRENT, SLIDING, Windows, windows_of
-from draftproof.backends.model_info import ADVICE, SNAPSHOTS, cache_name, input_device, quantization_method
+from draftproof.backends.model_info import (
+    ADVICE,
+    SNAPSHOTS,
+    cache_name,
+    input_device,
+    quantization_method,
+    relative_error,
+)
 from draftproof.backends.recurrent.mixers import mixers_of
 from draftproof.errors import UndraftableError, UserError, listed, reason
 from draftproof.tree import TokenTree
@@ -380,13 +387,6 @@ def _broken_weights(model: Any) -> str:
     return f": its weights hold NaN or infinite numbers ({listed(broken, 3)}); the checkpoint is damaged"
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    """The norm of the difference, divided by that of `expected`; infinite if there are NaNs."""
-    size = expected.double().norm().clamp(min=1e-12)
-    error = float((found.to(expected.device).double() - expected.double()).norm() / size)
-    return math.inf if math.isnan(error) else error
-
-
 def _chain_error(backend: Backend, scenario: Scenario) -> float:
     """The error of reading in pieces, with wrong drafts rolled back, and the last tokens as a drafted chain.
 
@@ -409,7 +409,7 @@ def _chain_error(backend: Backend, scenario: Scenario) -> float:
             pending = unread(session, tokens[: known + 1])
             found.append(backend.forward([Feed(session, pending, chain)])[0].logits)
             places += range(known, end)
-        return distance(torch.cat(found), rows[places])
+        return relative_error(torch.cat(found), rows[places])
     finally:
         session.close()
 
@@ -425,7 +425,7 @@ def _tree_error(backend: Backend, scenario: Scenario) -> float:
         branches = backend.forward([Feed(session, tokens[stem - 1 : stem], TokenTree(nodes, (-1, -1, 1, 0)))])[0].logits
         session.keep(stem, (1, 2))
         last = backend.forward([Feed(session, tokens[-1:])])[0].logits
-        return distance(torch.cat([branches[3:4], last]), scenario.rows[-2:])
+        return relative_error(torch.cat([branches[3:4], last]), scenario.rows[-2:])
     finally:
         session.close()
 
@@ -467,8 +467,8 @@ def _batch_error(backend: Backend, scenario: Scenario) -> float:
         return [outputs[row].logits for row in (0, 1) for outputs in made]
 
     shared, alone = passes(together=True), passes(together=False)
-    errors = [distance(found, right) for found, right in zip(shared, expected, strict=True)]
-    rounding = [distance(found, right) for found, right in zip(alone, expected, strict=True)]
+    errors = [relative_error(found, right) for found, right in zip(shared, expected, strict=True)]
+    rounding = [relative_error(found, right) for found, right in zip(alone, expected, strict=True)]
     step = 4 * torch.finfo(shared[0].dtype).eps
     return max(_beyond(error, max(least, step)) for error, least in zip(errors, rounding, strict=True))
 

@@ -28,7 +28,7 @@ from draftproof.native.tensors import BITS, MeasuredInputs
 
 _log = logging.getLogger(__name__)
 
-_UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of modules that do not fit in
+UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of modules that do not fit in
 _NO_LINEAR = "none of its layers is a plain linear layer"
 
 
@@ -121,7 +121,7 @@ def quantizing(
             weights = {names[layer]: numbers_of(layer) for layer in statistics}
             measured = partial(write, _measured(model, layers, statistics))
             yield from measure(by_name, weights, measured, name=name, kept=kept)
-        except _UNFIT as cause:
+        except UNFIT as cause:
             _log.debug("%s is quantized without measuring its inputs: %s", name, reason(cause))
             statistics = {layer: InputStatistics() for layer in layers.values()}
     twin = shallow(model)
@@ -141,7 +141,7 @@ def quantizing(
     try:
         with torch.inference_mode():
             twin(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
-    except _UNFIT as cause:
+    except UNFIT as cause:
         raise UserError(
             f"{name} does not work with quantized layers ({type(cause).__name__}: {reason(cause)})"
         ) from cause

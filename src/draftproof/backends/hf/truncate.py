@@ -11,11 +11,7 @@ from draftproof.errors import UserError
 
 
 def first_layers(model: Any, layers: int, name: str) -> Any:
-    """A model with the first decoder layers of another one, sharing every weight.
-
-    Raises:
-        UserError: not 1 to one less than all layers, or the model's layers are not found.
-    """
+    """A model with the first decoder layers of another one, sharing every weight."""
     total = int(model.config.get_text_config().num_hidden_layers)
     if not 1 <= layers < total:
         raise UserError(f"early exit of {name}: expected 1 to {total - 1} layers, got {layers}")

@@ -134,13 +134,14 @@ class Architecture:
         """The weights under the names that transformers' modules have."""
         embedding = weights["model.embed_tokens.weight"]
         tied = "lm_head.weight" not in weights
-        head = SimpleNamespace(weight=embedding, bias=None, out_features=len(embedding))
         inner = SimpleNamespace(
             embed_tokens=SimpleNamespace(weight=embedding),
             layers=_Layers(self.layers, lambda number: self._layer(weights, f"model.layers.{number}.")),
             norm=self._norm(weights, "model.norm"),
         )
-        return SimpleNamespace(model=inner, lm_head=head if tied else _linear(weights, "lm_head"))
+        return SimpleNamespace(
+            model=inner, lm_head=SimpleNamespace(weight=embedding, bias=None) if tied else _linear(weights, "lm_head")
+        )
 
     def _layer(self, weights: TensorsByName, at: str) -> SimpleNamespace:
         traits = self.traits
@@ -184,9 +185,7 @@ class _Layers(Sequence[SimpleNamespace]):
 
 
 def _linear(weights: TensorsByName, name: str) -> SimpleNamespace:
-    weight = weights[f"{name}.weight"]
-    bias = weights.optional(f"{name}.bias")
-    return SimpleNamespace(weight=weight, bias=bias, out_features=len(weight))
+    return SimpleNamespace(weight=weights[f"{name}.weight"], bias=weights.optional(f"{name}.bias"))
 
 
 class Weights(TensorsByName):

@@ -22,11 +22,11 @@ from draftproof import native
 from draftproof.backends.cache.windows import FULL, RECURRENT, SLIDING, Windows
 from draftproof.backends.lean.attention import Heads, NativeAttention
 from draftproof.backends.lean.embedded import EmbeddedPart, LayerEmbeddings
-from draftproof.backends.lean.inputs import Joint, product_of_layer, whole_product
+from draftproof.backends.lean.inputs import FusedProducts, product_of_layer, whole_product
 from draftproof.backends.lean.layers import Lean, Norm, WholeNorm, norm_of_heads
 from draftproof.backends.lean.mixers import Mixer
 from draftproof.backends.lean.mixture import Mixture, StoredMixture
-from draftproof.backends.lean.mixture_modules import Beside, is_mixture, mixture_of
+from draftproof.backends.lean.mixture_modules import ParallelExperts, is_mixture, mixture_of
 from draftproof.backends.lean.native_layers import BESIDE, NativeLayers
 from draftproof.backends.lean.rotary import Rope, Rotary
 from draftproof.backends.lean.traits import (
@@ -63,7 +63,9 @@ class FamilyNames:
     # what is added, and the activation; some models have them
     embedded: tuple[str, ...] = ()
     experts: str = ""  # a mixture of experts beside the gated part; one may also stand in its place
-    beside: Beside | None = None  # where experts are beside the gated part without a module around them, what they need
+    beside: ParallelExperts | None = (
+        None  # where experts are beside the gated part without a module around them, what they need
+    )
     # names of the numbers by which something is multiplied, where a family has them: `entering` and `divisor` or
     # `logits` (of the model), `cap` (soft limit of the logits), `residual`, `mixed` and `attended` (of what parts of a
     # layer add), `attention` (of what it reads), `keys`, `gates` and `down`, `leaving` (of what a layer makes); each
@@ -128,7 +130,7 @@ FAMILIES = (
         "down_proj",
         turned=("q_norm", "k_norm", "v_norm"),
         embedded=("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm", "act_fn"),
-        beside=Beside(
+        beside=ParallelExperts(
             "experts",
             "router",
             "pre_feedforward_layernorm_2",
@@ -144,11 +146,7 @@ their experts; Granite 4; Falcon-H1; Gemma 4; Granite 3 with experts. All but Fa
 
 
 def family_of(model: Any) -> FamilyNames:
-    """The family of a model, whose weights are not looked at.
-
-    Raises:
-        UnreadError: none that is known here, or something hangs on the model.
-    """
+    """The family of a model, whose weights are not looked at."""
     hooked = next((name or "the model" for name, each in model.named_modules() if is_hooked(each)), None)
     if hooked is not None:
         raise UnreadError(f"hooks are attached to {hooked}")
@@ -169,7 +167,7 @@ def family_of(model: Any) -> FamilyNames:
     raise UnreadError(f"its layers have parts that are not known together here ({', '.join(sorted(names))})")
 
 
-def beside_of(layer: Any) -> Beside | None:
+def beside_of(layer: Any) -> ParallelExperts | None:
     """Names of the experts of a layer and of what they need, where they are beside its gated part."""
     known = (family.beside for family in FAMILIES if family.beside is not None)
     return next((each for each in known if all(_has(layer, name) for name in astuple(each))), None)
@@ -184,7 +182,7 @@ def _has_mixture(layer: Any, family: FamilyNames) -> bool:
     return any(_is_mixture(getattr(layer, name)) for name in names if name and _has(layer, name))
 
 
-def _names_of(beside: Beside | None) -> tuple[str, ...]:
+def _names_of(beside: ParallelExperts | None) -> tuple[str, ...]:
     return () if beside is None else astuple(beside)
 
 
@@ -219,9 +217,6 @@ class HybridLean(Lean):
 
     Attributes:
         mixers: what keeps recurrent states.
-
-    Raises:
-        UnreadError: a part that is not known here.
     """
 
     layers: list[Any]
@@ -292,11 +287,7 @@ class HybridLean(Lean):
         return HybridLayer(layer, number, self._family, self.traits, heads=heads, kind=kind, source=source)
 
     def layer_like(self, layer: Any, number: int) -> HybridLayer:
-        """A layer of the same family, whose keys and values have this number in a cache.
-
-        Raises:
-            UnreadError: a part that is not known here.
-        """
+        """A layer of the same family, whose keys and values have this number in a cache."""
         if len({each.heads for each in self.layers}) > 1:
             raise UnreadError("its attention differs from layer to layer")
         return self._layer(layer, number, number, self._heads)
@@ -429,7 +420,7 @@ class HybridLayer:
         factors: of what attention and the gated part add to the hidden states.
         leaving: factor of what the layer makes.
         embedded: embeddings of tokens in this layer, if there are some.
-        experts_in, experts_out, gated_out: norms as of `Beside`, where the layer has experts beside its gated part.
+        experts_in, experts_out, gated_out: norms as of `ParallelExperts`, where the layer has these.
     """
 
     sinks = None  # no family has these
@@ -464,7 +455,7 @@ class HybridLayer:
             raise UnreadError(f"there is no native attention with heads of {heads.dim} numbers")
         self.attention = NativeAttention(heads, operations)
         self.gates = 0
-        self.qkv: Joint | None = None
+        self.qkv: FusedProducts | None = None
         self.out: PackedLinear | None = None
         self.turned: Norm | WholeNorm | None = None
         if _has(layer, "self_attn"):
@@ -474,7 +465,7 @@ class HybridLayer:
             self.mixer = Mixer(getattr(layer, family.mixer), number, self.size, factors["residual"] * factors["mixed"])
         self.factors = factors["residual"] * factors["attended"], factors["residual"] * factors["down"]
         self.inner = 0
-        self.gate_up: Joint | None = None
+        self.gate_up: FusedProducts | None = None
         self.down: PackedLinear | None = None
         gated = getattr(layer, family.gated)
         self.mixture = _mixture_in(layer, family)
@@ -513,7 +504,7 @@ class HybridLayer:
             raise UnreadError("its attention has factors of inputs, and biases")
         of_parts = by, by * factors["keys"], by, by
         each = torch.cat([torch.full((part.numel(),), one) for part, one in zip(parts, of_parts, strict=True)])
-        self.qkv = Joint.of_modules(modules, torch.cat([part.flatten() for part in parts]), each)
+        self.qkv = FusedProducts.of_modules(modules, torch.cat([part.flatten() for part in parts]), each)
         self.gates = parts[-1].numel()
         norms = [_with_weight(getattr(attention, name), heads.dim) for name in family.turned if _has(attention, name)]
         if len(norms) not in ((0, len(family.turned)) if own else (0, 1)):
@@ -534,7 +525,7 @@ class HybridLayer:
         each = torch.ones(2 * self.inner)
         each[: self.inner] = by
         modules = [getattr(gated, name) for name in family.gates]
-        self.gate_up = Joint.of_modules(modules, factors=each)
+        self.gate_up = FusedProducts.of_modules(modules, factors=each)
         if self.gate_up.arguments.places != 2 * self.inner or self.down.weight.outs != self.size:
             raise UnreadError(f"its {type(gated).__name__} has other sizes than those of gates")
 

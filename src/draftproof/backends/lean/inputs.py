@@ -17,7 +17,7 @@ from draftproof.native.structures import MOST_INPUTS, InputsArguments, LinearArg
 from draftproof.native.tensors import Immutable
 
 
-class Joint(Immutable):
+class FusedProducts(Immutable):
     """Products with the same rows, whose outputs are one row.
 
     Args:
@@ -54,9 +54,9 @@ class Joint(Immutable):
             self.arguments.outs[place] = outs[place]
 
     @classmethod
-    def of(cls, product: PackedLinear | Joint) -> Joint:
+    def of(cls, product: PackedLinear | FusedProducts) -> FusedProducts:
         """A product alone, or the parts of one that is split."""
-        if isinstance(product, Joint):
+        if isinstance(product, FusedProducts):
             return product
         return cls(product.products if isinstance(product, SplitProduct) else [product])
 
@@ -66,12 +66,8 @@ class Joint(Immutable):
         modules: Sequence[Any],
         order: Int[Tensor, " places"] | None = None,
         factors: Float32[Tensor, " places"] | None = None,
-    ) -> Joint:
-        """Linear layers of a model; `order` and `factors` as of the class.
-
-        Raises:
-            UnreadError: a layer that native code cannot read.
-        """
+    ) -> FusedProducts:
+        """Linear layers of a model; `order` and `factors` as of the class."""
         starts: dict[int, int] = {}
         products, rows = list[PackedLinear](), list[Tensor]()
         for module in modules:
@@ -85,11 +81,7 @@ class Joint(Immutable):
 
 
 def product_of_layer(module: Any) -> tuple[PackedLinear, Int[Tensor, " outs"]]:
-    """The product that a linear layer is part of, and which of its outputs are the layer's.
-
-    Raises:
-        UnreadError: native code cannot read the layer.
-    """
+    """The product that a linear layer is part of, and which of its outputs are the layer's."""
     if isinstance(module, LinearSlice):
         if module.product.layout == REORDERED:
             raise UnreadError("the inputs of its products have another order (desc_act)")
@@ -111,11 +103,7 @@ def linear_arguments(product: PackedLinear) -> LinearArguments:
 
 
 def whole_product(module: Any) -> PackedLinear:
-    """The product that a linear layer is, with all its outputs in order.
-
-    Raises:
-        UnreadError: it is a part of one, or native code cannot read it.
-    """
+    """The product that a linear layer is, with all its outputs in order."""
     product, outs = product_of_layer(module)
     if not torch.equal(outs, torch.arange(product.weight.outs)):
         raise UnreadError(f"a {type(module).__name__} is a part of another product")

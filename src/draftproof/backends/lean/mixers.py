@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from draftproof.backends.cache.layout import Layout
-from draftproof.backends.lean.inputs import Joint, linear_arguments, whole_product
+from draftproof.backends.lean.inputs import FusedProducts, linear_arguments, whole_product
 from draftproof.backends.lean.traits import UnreadError, eps_of
 from draftproof.backends.recurrent.states import Key, State
 from draftproof.native.structures import MIXERS, STATES, MixerArguments, Sequences
@@ -32,7 +32,7 @@ class MixerParts:
 
     kind: str  # of MIXERS
     convolution: nn.Conv1d  # a weight for each channel and each of the last tokens, and biases
-    inputs: Joint  # the layers that read hidden states
+    inputs: FusedProducts  # the layers that read hidden states
     numbers: Mapping[str, int | float]  # sizes and factors, by the names of MixerArguments
     tensors: dict[str, Tensor]  # those that it has addresses of, by the same names
 
@@ -40,7 +40,7 @@ class MixerParts:
 def _short(module: Any) -> MixerParts:
     channels = module.conv.in_channels
     return MixerParts(
-        "short", module.conv, Joint.of_modules([module.in_proj]), {"inner": channels, "channels": channels}, {}
+        "short", module.conv, FusedProducts.of_modules([module.in_proj]), {"inner": channels, "channels": channels}, {}
     )
 
 
@@ -58,7 +58,7 @@ def _delta(module: Any) -> MixerParts:
         few = torch.split((outs + torch.arange(keys * 2 * each)).view(keys, -1), [each, each], 1)
         order = torch.cat([part.flatten() for part in (*wide, *few)])
     weight = module.norm.weight.detach().repeat(heads)
-    inputs = Joint.of_modules([getattr(module, name) for name in names], order)
+    inputs = FusedProducts.of_modules([getattr(module, name) for name in names], order)
     return MixerParts(
         "delta", module.conv1d, inputs, numbers, {**_rates(module), "norm": _scaled(weight, module.head_v_dim)}
     )
@@ -83,7 +83,9 @@ def _scan(module: Any) -> MixerParts:
         factors = module.mup_vector.detach().float().flatten() * module.ssm_in_multiplier
         if module.in_proj.bias is not None and module.ssm_in_multiplier != 1.0:
             raise UnreadError(f"its {type(module).__name__} has factors of inputs, and biases")
-    return MixerParts("scan", module.conv1d, Joint.of_modules([module.in_proj], None, factors), numbers, tensors)
+    return MixerParts(
+        "scan", module.conv1d, FusedProducts.of_modules([module.in_proj], None, factors), numbers, tensors
+    )
 
 
 def _rates(module: Any) -> dict[str, Tensor]:
@@ -117,9 +119,6 @@ class Mixer(Immutable):
     Attributes:
         arguments: for native.c; they hold addresses of tensors that are kept here.
         kept: of its states.
-
-    Raises:
-        UnreadError: a part that is not known here.
     """
 
     def __init__(self, module: Any, number: int, size: int, factor: float) -> None:
@@ -152,15 +151,17 @@ class Mixer(Immutable):
         fits = fits and (self._out.weight.ins, self._out.weight.outs) == (given.inner, size)
         if not fits or any(len(each) != sizes.get(name, len(each)) for name, each in self._tensors.items()):
             raise UnreadError(f"its {type(module).__name__} has sizes that native code does not know")
-        conv = Kept(Key("conv", number, 0), (given.kernel, given.channels), parts.convolution.weight.dtype, turned=True)
+        conv = StateLayout(
+            Key("conv", number, 0), (given.kernel, given.channels), parts.convolution.weight.dtype, turned=True
+        )
         self.kept = [conv]
         if given.heads:
             shape, key = (given.heads, given.dim, given.size), Key("recurrent", number, 0)
-            self.kept.append(Kept(key, shape, torch.float32, turned=parts.kind == "scan"))
+            self.kept.append(StateLayout(key, shape, torch.float32, turned=parts.kind == "scan"))
 
 
 @dataclass(frozen=True)
-class Kept:
+class StateLayout:
     """A state of a layer."""
 
     key: Key  # its name
@@ -223,7 +224,7 @@ class PassStates:
         self.sequences = Sequences(list(zip(layout.starts, sizes, marks, strict=True)), addresses)
 
     @staticmethod
-    def _made(kept: Kept, into: dict[Key, Tensor], rows: int) -> range:
+    def _made(kept: StateLayout, into: dict[Key, Tensor], rows: int) -> range:
         """Make new states; where each sequence's is."""
         made, into[kept.key] = kept.new(rows)
         step = made.stride(0) * made.itemsize

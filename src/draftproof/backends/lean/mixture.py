@@ -14,9 +14,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from draftproof import native
-from draftproof.backends.lean.inputs import Joint, linear_arguments, whole_product
+from draftproof.backends.lean.inputs import FusedProducts, linear_arguments, whole_product
 from draftproof.backends.lean.traits import LLAMA, Experts, Traits, UnreadError
-from draftproof.backends.products.packed_linear import PackedLinear, fuse, let_go, plain_of, repacked
+from draftproof.backends.products.packed_linear import PackedLinear, fuse, plain_of, release_pages, repacked
 from draftproof.native.ggml import GGMLWeight, StoredMatrix, why_not_joined
 from draftproof.native.operations import ACTIVATIONS
 from draftproof.native.structures import LinearArguments, MixtureArguments
@@ -153,7 +153,7 @@ class _Experts:
             parts = [plain_of(each).view(count, -1, each.shape[-1]) for each in weights]
             alone = len(parts) == 1 and not matrices and parts[0].is_contiguous()
             self.weight = parts[0].detach() if alone else torch.cat(parts, 1)
-            let_go(weights)
+            release_pages(weights)
             address, bits = self.weight.data_ptr(), 0
         self.ins = weights[0].ins if isinstance(weights[0], Quantized) else weights[0].shape[-1]
         biases = [layer.bias for layer in layers if layer.bias is not None]
@@ -169,7 +169,9 @@ class _Shared:
         # gates and ups are apart, where those of other experts may be joint
         names = traits.gate_up if hasattr(shared, traits.gate_up[0]) else LLAMA.gate_up
         self.gate_up = (
-            Joint.of_modules([getattr(shared, name) for name in names]) if in_place else Joint.of(fuse(shared, names))
+            FusedProducts.of_modules([getattr(shared, name) for name in names])
+            if in_place
+            else FusedProducts.of(fuse(shared, names))
         )
         self.down = _product(shared, "down_proj", in_place=in_place)
         self.router: PackedLinear | None = None

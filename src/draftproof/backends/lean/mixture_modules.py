@@ -20,11 +20,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from draftproof import native
 from draftproof.backends.hf.native_modules import QuantizedExperts, says_experts
-from draftproof.backends.hf.quantized_modules import QuantizedLinear
+from draftproof.backends.hf.quantized_modules import UNFIT, QuantizedLinear
 from draftproof.backends.lean.mixture import Mixture, behind_norm
 from draftproof.backends.lean.traits import LLAMA, Experts, UnreadError, activation_of, eps_of
+from draftproof.backends.model_info import relative_error
 from draftproof.native.operations import MOST_EXPERTS
-from draftproof.native.tensors import Quantized
 
 _ROWS = 3  # of each kind that are compared; the middle one counts
 _DRAWN = 32  # rows of each kind, of which those are taken whose experts are chosen most clearly
@@ -34,11 +34,10 @@ _LOW = -15.0  # logits of experts whose sigmoids are so small that what is added
 _LEAST = (0.0, 1e-6)  # what may be added
 _ROUTED = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # the same of logits of experts without their mean
 _KNOWN: Any = WeakIdKeyDictionary()  # by a router's weight: how its modules are set, and what it does
-_UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of modules that do not fit in
 
 
 @dataclass(frozen=True)
-class Beside:
+class ParallelExperts:
     """Names of what a layer has where experts are beside its gated part, and no module is around them."""
 
     experts: str  # module of the experts
@@ -54,7 +53,7 @@ def is_mixture(module: nn.Module) -> bool:
 
 
 @torch.inference_mode()
-def mixture_of(block: Any, beside: Beside | None = None) -> Mixture:
+def mixture_of(block: Any, beside: ParallelExperts | None = None) -> Mixture:
     """The native mixture of a module, or of a layer that has experts beside its gated part.
 
     Nothing is copied but a router that is beside its experts.
@@ -66,7 +65,7 @@ def mixture_of(block: Any, beside: Beside | None = None) -> Mixture:
         parts = parts_of(block, beside)
         made = native_mixture(parts, Experts(parts.count, parts.chosen), in_place=True)
         made.route(parts.routing(made))
-    except _UNFIT as cause:
+    except UNFIT as cause:
         raise UnreadError(f"its {type(block).__name__} has parts that do not fit together ({cause})") from cause
     return made
 
@@ -79,14 +78,11 @@ def native_mixture(parts: SimpleNamespace, experts: Experts, *, in_place: bool =
     return Mixture(parts, traits, like, parts.scales, parts.biases, in_place=in_place)
 
 
-def parts_of(block: Any, beside: Beside | None = None) -> SimpleNamespace:
+def parts_of(block: Any, beside: ParallelExperts | None = None) -> SimpleNamespace:
     """What a mixture is made of, under the names that `Mixture` has; and what else is known of it.
 
     Its `routing` says, of a native mixture of the parts, what the module's router does (`routing_of`). Arguments as of
     `mixture_of`.
-
-    Raises:
-        UnreadError: a part that is not known here.
     """
     if beside is not None:
         return _parts_beside(*(getattr(block, name) for name in (beside.router, beside.experts, beside.experts_in)))
@@ -145,7 +141,10 @@ def _experts_of(
         weighed=False,
         gate=_linear_of(router, bias),
         experts=SimpleNamespace(
-            **{part: _experts(few.get(part), getattr(experts, part)) for part in ("gate_up_proj", "down_proj")}
+            **{
+                part: SimpleNamespace(weight=few.get(part, getattr(experts, part).detach().flatten(0, 1)), bias=None)
+                for part in ("gate_up_proj", "down_proj")
+            }
         ),
     )
 
@@ -189,7 +188,7 @@ def _parts_beside(router: Any, experts: Any, norm: Any) -> SimpleNamespace:
                 _ROUNDED if made.rounds else _SAME[like.dtype],
             ),
         )
-        if not all(_off(expected, found) <= most for expected, found, most in pairs):
+        if not all(relative_error(found, expected) <= most for expected, found, most in pairs):
             raise UnreadError(f"a native mixture like its {type(experts).__name__} computes something else")
         return Experts(made.count, made.chosen)
 
@@ -201,10 +200,6 @@ def _less_mean(rows: Float[Tensor, "rows out"]) -> Float[Tensor, "rows out"]:
     return rows - rows.mean(-1, keepdim=True)
 
 
-def _off(expected: Tensor, found: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
 def _linear_of(weight: Float[Tensor, "out in"], bias: Tensor | None) -> nn.Linear:
     """A linear layer with a weight that is elsewhere, too."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
@@ -212,11 +207,6 @@ def _linear_of(weight: Float[Tensor, "out in"], bias: Tensor | None) -> nn.Linea
     if bias is not None:
         made.bias = nn.Parameter(bias.detach(), requires_grad=False)
     return made
-
-
-def _experts(few: Quantized | None, weight: Float[Tensor, "experts out in"]) -> SimpleNamespace:
-    own = weight.detach().flatten(0, 1)
-    return SimpleNamespace(weight=own if few is None else few, bias=None, out_features=len(own))
 
 
 def _biases_of(block: Any, router: Any, count: int) -> Tensor | None:
@@ -258,11 +248,7 @@ def _settings(module: nn.Module) -> tuple[Any, ...]:
 
 @torch.inference_mode()
 def routing_of(block: Any, parts: SimpleNamespace, mixture: Mixture) -> Experts:
-    """What the router of a module does: with it a native mixture of the same weights computes the same.
-
-    Raises:
-        UnreadError: it does nothing that is known here.
-    """
+    """What the router of a module does: with it a native mixture of the same weights computes the same."""
     weight = parts.gate.weight
     source = torch.Generator().manual_seed(0)
     usual = torch.randn((_DRAWN, weight.shape[1]), generator=source)

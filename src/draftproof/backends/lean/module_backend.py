@@ -109,9 +109,6 @@ class LeanModulesBackend(ReadByLean):
 
     Attributes:
         reads_all: whether the lean forward makes passes of many tokens, too.
-
-    Raises:
-        UserError: as of HFBackend, or a model that the lean forward does not read.
     """
 
     kind = "lean"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.lean.attention import Heads, NativeAttention, Pass, arguments
-from draftproof.backends.lean.inputs import Joint, linear_arguments
+from draftproof.backends.lean.inputs import FusedProducts, linear_arguments
 from draftproof.backends.products.packed_linear import REORDERED
 from draftproof.native.operations import ACTIVATIONS
 from draftproof.native.structures import AttentionArguments, LayerArguments, LayerStack, PassMask
@@ -124,7 +124,7 @@ def _given(layer: Any) -> LayerArguments:
         sinks=None if layer.sinks is None else layer.sinks.data_ptr(),
         mixture=None if layer.mixture is None else ctypes.pointer(layer.mixture.arguments),
         mixer=None if layer.mixer is None else ctypes.pointer(layer.mixer.arguments),
-        **{name: Joint.of(product).arguments for name, product in inputs.items() if product is not None},
+        **{name: FusedProducts.of(product).arguments for name, product in inputs.items() if product is not None},
         **{name: linear_arguments(product) for name, product in outputs.items() if product is not None},
         **{name: None if norm is None else norm.scaled.data_ptr() for name, norm in norms.items()},
         **{f"{name}_least": 0.0 if norm is None else norm.added for name, norm in norms.items()},

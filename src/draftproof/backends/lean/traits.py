@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from draftproof.backends.cache.windows import ONE_AT_A_TIME
 from draftproof.backends.hf.truncate import shallow
 from draftproof.backends.lean.rotary import Rotary, order_of
-from draftproof.backends.model_info import input_device
+from draftproof.backends.model_info import input_device, relative_error
 
 # angles that do not depend on the sequence's length
 ROPES = ("default", "linear", "llama3", "yarn", "proportional")
@@ -47,7 +47,10 @@ _NOTHING = (nn.Dropout, nn.Identity)  # modules that do nothing when a model is 
 
 
 class UnreadError(Exception):
-    """Why a model has no lean forward."""
+    """Why a model has no lean forward, or native code cannot read a part of it.
+
+    Whatever reads models or files raises it at what is not known, so docstrings only mention it if that says more.
+    """
 
 
 @dataclass(frozen=True)
@@ -282,11 +285,7 @@ def _mlp_parts(mlp: Any) -> tuple[tuple[str, ...], str]:
 
 
 def activation_of(act: Any) -> str:
-    """The name of an activation in ACTIVATIONS.
-
-    Raises:
-        UnreadError: it is another one.
-    """
+    """The name of an activation in ACTIVATIONS."""
     at = torch.linspace(-6, 6, 97, dtype=torch.float64)
     for name, function in ACTIVATIONS.items():
         if callable(act) and torch.allclose(act(at), function(at), rtol=1e-6, atol=1e-9):
@@ -329,8 +328,8 @@ def _noise(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 def _close(found: Tensor, expected: Tensor) -> bool:
     """Whether two results are equal up to rounding: that of the first one's dtype, and of float32 inside of modules."""
-    size, step = expected.double().norm(), max(torch.finfo(found.dtype).eps, torch.finfo(torch.float32).eps)
-    return bool((found.double() - expected.double()).norm() <= 8 * step * size)
+    step = max(torch.finfo(found.dtype).eps, torch.finfo(torch.float32).eps)
+    return relative_error(found, expected) <= 8 * step
 
 
 # --- rotary angles --------------------------------------------------------------------------------------------------
@@ -343,11 +342,7 @@ def kinds_of_rotary(rotary: Any) -> dict[str, str]:
 
 
 def frequencies_of(rotary: Any, kind: str) -> tuple[Tensor, float]:
-    """The frequencies of a rotary embedding for a kind of layers, and the factor of its angles.
-
-    Raises:
-        UnreadError: it keeps them elsewhere.
-    """
+    """The frequencies of a rotary embedding for a kind of layers, and the factor of its angles."""
     before = f"{kind}_" if kind else ""
     found = getattr(rotary, f"{before}inv_freq", None), getattr(rotary, f"{before}attention_scaling", None)
     if not isinstance(found[0], Tensor) or found[1] is None:
@@ -356,11 +351,7 @@ def frequencies_of(rotary: Any, kind: str) -> tuple[Tensor, float]:
 
 
 def order_in_heads(attention: Any, rotary: Any, only: str | None = None) -> tuple[int, ...]:
-    """The order of a head's numbers, in the layers of one kind or in all.
-
-    Raises:
-        UnreadError: a rotary embedding that the lean forward cannot compute.
-    """
+    """The order of a head's numbers, in the layers of one kind or in all."""
     dim, turn = attention.head_dim, _turning(attention)
     widths = set()
     for kind, name in kinds_of_rotary(rotary).items():

@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof import models
-from draftproof.backends.hf.probe import TOLERANCE, distance
-from draftproof.backends.model_info import sample_logits
+from draftproof.backends.hf.probe import TOLERANCE
+from draftproof.backends.model_info import relative_error, sample_logits
 from draftproof.errors import UserError, listed, reason
 from draftproof.files import read_object
 
@@ -86,7 +86,7 @@ def with_adapter(load: Callable[[], Any], adapter: str) -> Any:
 
 def _compared(made: Any, expected: Float[Tensor, "tokens vocab"], adapter: str) -> Any:
     """A model without peft's own wrapper, which computes the wrapper's logits."""
-    error = distance(sample_logits(made), expected)
+    error = relative_error(sample_logits(made), expected)
     if not error < TOLERANCE.get(made.dtype, TOLERANCE[torch.bfloat16]):
         raise UserError(
             f"the adapter {adapter!r} changes more than the layers of its model (its logits are off by {error:.2g} "

@@ -200,9 +200,6 @@ def read_model(
     With activations "int8" the inputs of products are rounded to 8 bits, in groups of 32; "float" multiplies the same
     weights without that, as a reference, and they take the memory of `dtype` then. With `check`, a product of each type
     is compared with torch's. `tick` is told how many tensors were read.
-
-    Raises:
-        UnreadError: an architecture, a type or a kind of angle that is not known here, or native operations are off.
     """
     weights = _FileWeights(file, dtype, dense=activations == "float")
     architecture = architecture_of(file, weights.family, weights.floats)

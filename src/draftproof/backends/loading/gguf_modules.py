@@ -42,7 +42,7 @@ from draftproof.backends.loading.stored_backends import (
     StoredBackend,
     attention_name,
 )
-from draftproof.backends.products.packed_linear import StoredProduct, dense, let_go, plain_of
+from draftproof.backends.products.packed_linear import StoredProduct, dense, plain_of, release_pages
 from draftproof.backends.products.stored_modules import NativeNorm, StoredEmbedding, StoredGates, StoredLinear
 from draftproof.errors import UserError, reason
 from draftproof.models.gguf_file import GGUFFile, generation_config
@@ -490,23 +490,20 @@ def read_modules(
     """The model in a file, with its own numbers; arguments as of `gguf_model.read_model`.
 
     `backend` is one of the architecture's, or "auto", which takes the first one that reads the model.
-
-    Raises:
-        UnreadError: something that is not known here, or native operations are off.
     """
     tensors = FileTensors(file, dtype, dense=activations == "float")
     if check:
         tensors.check()
     tensors.tick = tick
     family = _ARCHITECTURES[file.get("general.architecture")]
-    filling = _Filling(tensors, family, dtype)
-    model = filling.model
+    loader = _ModuleLoader(tensors, family, dtype)
+    model = loader.model
     for key, value in generation_config(file).items():
         setattr(model.generation_config, key, value)
     made = _backend(model, family, backend, few=tensors.bits is not None, name=name, check=check)
     made.facts = replace(made.facts, bits=tensors.bits)
     if family.kind in PREDICTING:
-        made.prediction = _prediction(filling, file, name)
+        made.prediction = _prediction(loader, file, name)
     return made
 
 
@@ -535,12 +532,12 @@ def predicts(file: GGUFFile) -> bool:
     return known and any(at + _FIRST in file.tensors for at in file.prediction_layers)
 
 
-def _prediction(filling: _Filling, file: GGUFFile, name: str) -> StoredPrediction:
+def _prediction(loader: _ModuleLoader, file: GGUFFile, name: str) -> StoredPrediction:
     """The prediction layer of a file, which is read when it is asked for."""
 
     def read(model: Any) -> Any:
         try:
-            return filling.prediction_layer(model)
+            return loader.prediction_layer(model)
         except UnreadError as cause:
             raise UserError(
                 f"drafter mtp: the prediction layer of {name} cannot be read: {cause}; many files are written without "
@@ -573,12 +570,8 @@ def _common(file: GGUFFile) -> dict[str, Any]:
     }
 
 
-class _Filling:
-    """A model of transformers with the tensors of a file.
-
-    Raises:
-        UnreadError: tensors that do not fit, or that would be left unread.
-    """
+class _ModuleLoader:
+    """A model of transformers with the tensors of a file."""
 
     def __init__(self, tensors: FileTensors, family: ModuleFamily, dtype: torch.dtype) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -735,8 +728,7 @@ class _Filling:
 
     def _mixture(self, at: str, experts: Experts, activation: str) -> StoredMixture:
         def linear(name: str) -> SimpleNamespace:
-            weight = self._matrix(f"{at}ffn_{name}.weight")
-            return SimpleNamespace(weight=weight, bias=None, out_features=len(weight))
+            return SimpleNamespace(weight=self._matrix(f"{at}ffn_{name}.weight"), bias=None)
 
         def gated(kind: str) -> SimpleNamespace:
             return SimpleNamespace(**{f"{name}_proj": linear(f"{name}_{kind}") for name in (*gate_up, "down")})
@@ -775,7 +767,7 @@ class _Filling:
         if not isinstance(made, StoredMatrix) or not made.is_plain:
             return made
         copied = made.plain().clone().view(self._tensors.file.tensors[place].shape)
-        let_go([made])
+        release_pages([made])
         return copied
 
     def _parameter(self, source: TensorSource, at: str, shape: torch.Size) -> nn.Parameter:

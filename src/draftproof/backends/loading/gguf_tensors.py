@@ -47,14 +47,10 @@ class FileTensors:
     Args:
         dtype: of what products make.
         dense: whether matrices are read into memory, as the numbers that they stand for.
-
-    Raises:
-        UnreadError: native operations are off, or a tensor has a type that is not known here.
     """
 
     def __init__(self, file: GGUFFile, dtype: torch.dtype, *, dense: bool) -> None:
-        if native.operations_for(torch.empty(0, dtype=dtype)) is None:
-            raise UnreadError(f"native operations are off or not available for {dtype} ({native.VARIABLE})")
+        require_native(dtype)
         self.file = file
         self.tick: Callable[[int], object] | None = None  # told how many matrices were asked for
         self._asked = 0
@@ -119,11 +115,7 @@ def dtype_of(file: GGUFFile) -> torch.dtype:
 
 
 def floats_of(file: GGUFFile, place: str) -> Tensor:
-    """A tensor of floats, in float32.
-
-    Raises:
-        UnreadError: it has another type.
-    """
+    """A tensor of floats, in float32."""
     entry = file.tensors[place]
     if entry.type not in FLOATS:
         raise UnreadError(f"its {place} is of ggml's type {entry.type}")
@@ -131,6 +123,12 @@ def floats_of(file: GGUFFile, place: str) -> Tensor:
     made = content.to(torch.float32, copy=True).view(entry.shape)
     entry.release()
     return made
+
+
+def require_native(dtype: torch.dtype) -> None:
+    """Refuse a dtype without native operations."""
+    if native.operations_for(torch.empty(0, dtype=dtype)) is None:
+        raise UnreadError(f"native operations are off or not available for {dtype} ({native.VARIABLE})")
 
 
 def refuse_inexact(matrix: StoredMatrix) -> None:

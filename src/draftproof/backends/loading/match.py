@@ -56,7 +56,7 @@ class Match:
 
 
 @dataclass(frozen=True)
-class Reads:
+class WeightReads:
     """Bytes of weights that a pass reads."""
 
     dense: int  # for every row
@@ -122,7 +122,7 @@ def _where(name: str, held: Mapping[str, Path]) -> Path:
     return held[name] if name in held else Path(models.resolve(name))
 
 
-def _match(name: str, target: LoadedModel, whole: Reads, held: Mapping[str, Path]) -> Match:
+def _match(name: str, target: LoadedModel, whole: WeightReads, held: Mapping[str, Path]) -> Match:
     try:
         where = _where(name, held)
         nbytes = round(reads(where).of(1))
@@ -160,7 +160,7 @@ def own_layer(target: str) -> Match | None:
     return Match("mtp", round(ahead.of(1)), ahead.of(1) / whole.of(1), "", growth=whole.growth)
 
 
-def reads(where: Path, *, ahead: bool = False) -> Reads:
+def reads(where: Path, *, ahead: bool = False) -> WeightReads:
     """What a model reads: all but the embedding, where the output layer has a table of its own.
 
     Args:
@@ -184,7 +184,7 @@ def reads(where: Path, *, ahead: bool = False) -> Reads:
     read = {name for name in sizes if name.startswith(own) == ahead} - {*embedding, *output}
     read |= {*(output or embedding)}
     experts = sum(sizes[name] for name in read if mark in name) if count and chosen else 0
-    return Reads(sum(sizes[name] for name in read) - experts, experts, chosen / count if experts else 1.0)
+    return WeightReads(sum(sizes[name] for name in read) - experts, experts, chosen / count if experts else 1.0)
 
 
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")

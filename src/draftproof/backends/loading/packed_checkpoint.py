@@ -18,7 +18,6 @@ from jaxtyping import Float
 from safetensors import SafetensorError
 from torch import Tensor
 
-from draftproof import native
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.windows import FULL, SLIDING
 from draftproof.backends.hf.backend import HFBackend
@@ -28,7 +27,7 @@ from draftproof.backends.lean.traits import UnreadError
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.gguf_model import FamilyDefaults, architecture_of, family_of, own_forward
 from draftproof.backends.loading.gguf_rotary import own_frequencies
-from draftproof.backends.loading.gguf_tensors import refuse_inexact
+from draftproof.backends.loading.gguf_tensors import refuse_inexact, require_native
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.packed_layers import PackedLayers
 from draftproof.backends.loading.packed_weights import METHODS, PackedWeights
@@ -121,7 +120,7 @@ def _layers(where: str, config: Mapping[str, Any], dtype: torch.dtype, options: 
     """The packed matrices as linear layers for transformers' own model."""
     if options.backend != "auto":
         raise UnreadError(f"its architecture is {config.get('model_type')!r}, not one of {', '.join(_FAMILIES)}")
-    _require_native(dtype)
+    require_native(dtype)
     fields, dense = config["quantization_config"], options.activations == "float"
     weights = PackedWeights(_folder(where), fields, dtype, dense=dense)
     if options.check:
@@ -129,16 +128,11 @@ def _layers(where: str, config: Mapping[str, Any], dtype: torch.dtype, options: 
     return PackedLayers.of(where, weights)
 
 
-def _require_native(dtype: torch.dtype) -> None:
-    if native.operations_for(torch.empty(0, dtype=dtype)) is None:
-        raise UnreadError(f"native operations are off or not available for {dtype} ({native.VARIABLE})")
-
-
 def _read(folder: Path, name: str, config: Mapping[str, Any], dtype: torch.dtype, options: LoadOptions) -> LeanForward:
     kind, fields = config["model_type"], config["quantization_config"]
     if fields["quant_method"] == _MXFP4 and kind != _OSS:
         raise UnreadError(f"its architecture is {kind!r}, not {_OSS}")
-    _require_native(dtype)
+    require_native(dtype)
     if config.get("use_sliding_window"):
         raise UnreadError("some of its layers have a window")
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:

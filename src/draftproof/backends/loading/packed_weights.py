@@ -35,9 +35,6 @@ class PackedWeights(Weights):
 
     Args:
         dense: whether packed matrices whose inputs would be rounded are read as the numbers that they stand for.
-
-    Raises:
-        UnreadError: fields that are not known here, or no packed matrix.
     """
 
     def __init__(self, folder: Path, fields: Mapping[str, Any], dtype: torch.dtype, *, dense: bool) -> None:
@@ -193,11 +190,7 @@ def _grouped_inputs(group_of: Int64[Tensor, " in"], groups: int) -> Int64[Tensor
 def in_bytes(
     numbers: Int8[Tensor, "out in"], scales: Float[Tensor, "out groups"], kind: int, dtype: torch.dtype
 ) -> StoredMatrix:
-    """A matrix of signed numbers of 8 bits as C reads it, with a scale for each row or each 128 inputs or more.
-
-    Raises:
-        UnreadError: a size of rows or of groups that is not known.
-    """
+    """A matrix of signed numbers of 8 bits as C reads it, with a scale for each row or each 128 inputs or more."""
     (outs, ins), groups, size = numbers.shape, scales.shape[1], LAYOUTS[kind].elements
     if ins % size or (groups > 1 and (ins % groups or ins // groups % LAYOUTS[kind].piece)):
         raise UnreadError(f"its rows have {ins} inputs in {groups} groups, which are not read here with 8 bits")

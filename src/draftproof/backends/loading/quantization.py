@@ -93,9 +93,6 @@ def quantization_for(source: str, given: Any) -> Any:
 
     A checkpoint that is quantized already is refused, since transformers leaves it as it is, with a warning. Legal
     there is a config of the same method that says how its weights are read (dequantized, by which kernels).
-
-    Raises:
-        UserError: as `read_quantization`, and naming the method of a quantized checkpoint.
     """
     asked = read_quantization(given)
     own = _of_checkpoint(source).get("quant_method")

@@ -45,7 +45,7 @@ class StoredBackend(HFBackend):
         return _NewOnly(self._cache, layout.plan)
 
     def _call(self, layout: Layout, view: CacheView, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
-        with during(_PASS, _Passing(layout, self._cache)):
+        with during(_PASS, _PassContext(layout, self._cache)):
             return super()._call(layout, view, hidden=hidden)
 
     def _mask(self, layout: Layout, window: int | None) -> Tensor:  # noqa: ARG002 - of HFBackend
@@ -60,7 +60,7 @@ class _NewOnly(CacheView):
         return key_states, value_states
 
 
-class _Passing:
+class _PassContext:
     """What the attention layers of a pass share."""
 
     def __init__(self, layout: Layout, cache: SlotCache) -> None:
@@ -96,7 +96,7 @@ class _Passing:
         return made.view(rows, width, heads, dim)
 
 
-_PASS: ContextVar[_Passing | None] = ContextVar("_PASS", default=None)
+_PASS: ContextVar[_PassContext | None] = ContextVar("_PASS", default=None)
 
 
 @functools.cache
@@ -132,9 +132,6 @@ def stored_backend(model: Any, name: str, *, snapshot: bool, check: bool) -> HFB
     """The backend of a model whose linear layers became native products with weights of few bits.
 
     Attention is native where that is known to be right: where the check was asked for, and passed.
-
-    Raises:
-        UserError: as of `HFBackend`.
     """
     if snapshot:
         return LeanSnapshotBackend(model, pack=True, name=name, check=check)
@@ -156,11 +153,7 @@ def stored_backend(model: Any, name: str, *, snapshot: bool, check: bool) -> HFB
 
 
 def rounded(backend: SlotBackend, bits: int, *, check: bool = True) -> SlotBackend:
-    """A model with linear weights of 4 or 8 bits as a target, and an empty cache; the given one is used up.
-
-    Raises:
-        UserError: as of `SlotBackend.rounded`, or of `HFBackend.quantizing`.
-    """
+    """A model with linear weights of 4 or 8 bits as a target, and an empty cache; the given one is used up."""
     if type(backend) not in (HFBackend, StoredBackend, LeanModulesBackend, LeanSnapshotBackend):
         return backend.rounded(bits)
     assert isinstance(backend, HFBackend), "all are"

@@ -9,24 +9,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from draftproof.backends.hf.quantized_modules import UNFIT
 from draftproof.backends.hf.truncate import put, shallow
 from draftproof.backends.lean.hybrid import beside_of
 from draftproof.backends.lean.mixture import Mixture, NoRouter, StoredMixture
-from draftproof.backends.lean.mixture_modules import Beside, is_mixture, native_mixture, parts_of
+from draftproof.backends.lean.mixture_modules import ParallelExperts, is_mixture, native_mixture, parts_of
 from draftproof.backends.lean.traits import Experts, UnreadError
 from draftproof.backends.products.rounding import GROUP, rounded_matrix
 from draftproof.errors import UserError, reason
-
-_UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of modules that do not fit in
 
 
 def with_rounded_experts(model: Any, bits: int, name: str) -> Any:
     """A copy of a model whose mixtures of experts are native, with weights of 4 or 8 bits; routers stay as they are.
 
     Without experts it is the model itself; everything else is shared.
-
-    Raises:
-        UserError: experts that have no native form.
     """
     blocks = {path: each for path, each in model.named_modules() if is_mixture(each)}
     inside = tuple(f"{path}." for path in blocks)
@@ -40,7 +36,7 @@ def with_rounded_experts(model: Any, bits: int, name: str) -> Any:
         beside = beside_of(block)
         try:
             made = StoredMixture(_rounded(block, bits, beside))
-        except (UnreadError, *_UNFIT) as cause:
+        except (UnreadError, *UNFIT) as cause:
             raise _refused(name, path, reason(cause)) from cause
         put(copied, path if beside is None else f"{path}.{beside.experts}", made)
         if beside is not None:
@@ -56,7 +52,7 @@ def _refused(name: str, path: str, why: str) -> UserError:
 
 
 @torch.inference_mode()
-def _rounded(block: Any, bits: int, beside: Beside | None) -> Mixture:
+def _rounded(block: Any, bits: int, beside: ParallelExperts | None) -> Mixture:
     """The native mixture of a module, with rounded weights."""
     parts = parts_of(block, beside)
     whole = native_mixture(_unpacked(parts), Experts(parts.count, parts.chosen))
@@ -75,11 +71,7 @@ def _layers(shared: Any) -> dict[str, SimpleNamespace]:
     layers = {name: getattr(shared, name) for name in ("gate_proj", "up_proj", "down_proj")}
     if any(each.bias is not None for each in layers.values()):
         raise UnreadError("its shared expert has biases")
-    return {name: _linear(each.weight.detach(), len(each.weight)) for name, each in layers.items()}
-
-
-def _linear(weight: Any, outs: int) -> SimpleNamespace:
-    return SimpleNamespace(weight=weight, bias=None, out_features=outs)
+    return {name: SimpleNamespace(weight=each.weight.detach(), bias=None) for name, each in layers.items()}
 
 
 def _in_few_bits(parts: SimpleNamespace, bits: int) -> SimpleNamespace:
@@ -94,4 +86,4 @@ def _in_few_bits(parts: SimpleNamespace, bits: int) -> SimpleNamespace:
 def _few(weight: Float[Tensor, "out in"], bits: int) -> SimpleNamespace:
     if weight.shape[1] % GROUP:
         raise UnreadError(f"its experts read {weight.shape[1]} numbers, no multiple of {GROUP}")
-    return _linear(rounded_matrix(weight, bits), len(weight))
+    return SimpleNamespace(weight=rounded_matrix(weight, bits), bias=None)

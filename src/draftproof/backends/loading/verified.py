@@ -27,13 +27,13 @@ import torch
 import draftproof
 from draftproof import native
 from draftproof.backends.base import Capabilities, Feed
-from draftproof.backends.hf.probe import TOLERANCE, distance
+from draftproof.backends.hf.probe import TOLERANCE
 from draftproof.backends.lean.backend import LeanBackend, LeanForward
 from draftproof.backends.lean.checkpoint import Architecture
 from draftproof.backends.loading.adapters import CONFIG as ADAPTER
 from draftproof.backends.loading.fast_tokenizer import Description, FastTokenizer, describe
 from draftproof.backends.loading.options import LoadOptions, parse_device, parse_dtype
-from draftproof.backends.model_info import ModelInfo
+from draftproof.backends.model_info import ModelInfo, relative_error
 from draftproof.errors import UserError
 from draftproof.files import Store, read_object
 from draftproof.models.found import weight_files
@@ -93,7 +93,7 @@ class StoredCheck:
             found = backend.forward([Feed(session, [first], chain)])[0].logits
         finally:
             session.close()
-        error = distance(_some(found), torch.tensor(self.row["logits"], dtype=torch.float64))
+        error = relative_error(_some(found), torch.tensor(self.row["logits"], dtype=torch.float64))
         if not error < TOLERANCE[dtype]:
             raise UserError(f"its logits are off by {error:.2g}")
         backend.capabilities = replace(backend.capabilities, **asdict(Capabilities(**self.row["capabilities"])))

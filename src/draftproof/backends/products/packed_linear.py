@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from draftproof import native
+from draftproof.backends.model_info import relative_error
 from draftproof.errors import UserError
 from draftproof.native.ggml import AS_FLOATS, LAYOUTS, SIXTEEN_BITS, GGMLWeight, StoredMatrix, why_not_joined
 from draftproof.native.operations import NEIGHBOURS, Operations
@@ -366,7 +367,7 @@ def fuse(
     weights, bias = [layer.weight for layer in layers], None
     if any(layer.bias is not None for layer in layers):
         like = next(layer.bias for layer in layers if layer.bias is not None)
-        each = (like.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers)
+        each = (like.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers)
         bias = _joined(list(each))
     if any(isinstance(weight, StoredMatrix) for weight in weights):
         return of_stored(weights, bias, rows=rows)
@@ -375,8 +376,8 @@ def fuse(
         rows = rows.to(weight.device)
         weight, bias = weight[rows], None if bias is None else bias[rows]
     product, start = PackedLinear(weight, bias, pack=pack), 0
-    for name, layer in zip(names, layers, strict=True):
-        stop = start + layer.out_features
+    for name, layer, outs in zip(names, layers, map(len, weights), strict=True):
+        stop = start + outs
         if product.packed or rows is not None:
             places = None if rows is None else rows[start:stop].argsort()
             setattr(owner, name, LinearSlice(product, start, stop, places))
@@ -412,7 +413,7 @@ def of_stored(
         part = None if bias is None else bias[start:stop]
         if _is_plain(group[0]):
             products.append(PackedLinear([plain_of(each) for each in group], part))
-            let_go(group)
+            release_pages(group)
         else:
             products.append(StoredProduct(group, part))
         start = stop
@@ -441,7 +442,7 @@ def plain_of(weight: StoredMatrix | Tensor) -> Float[Tensor, "*out in"]:
     return weight.plain() if weight.is_plain else dense(weight)
 
 
-def let_go(weights: Sequence[StoredMatrix | Tensor]) -> None:
+def release_pages(weights: Sequence[StoredMatrix | Tensor]) -> None:
     """Let the pages of files go that hold matrices."""
     for each in weights:
         if isinstance(each, StoredMatrix) and each.release is not None:
@@ -542,14 +543,14 @@ def operations_for_stored(matrix: StoredMatrix) -> Operations:
 def repacked(matrix: StoredMatrix) -> GGMLWeight:
     """A stored matrix in the order in which native products read it; the pages of its file are let go."""
     made = operations_for_stored(matrix).ggml_repacked(matrix)
-    let_go([matrix])
+    release_pages([matrix])
     return made
 
 
 def dense(matrix: StoredMatrix) -> Float[Tensor, "out in"]:
     """What the numbers of a stored matrix stand for, in its dtype."""
     made = operations_for_stored(matrix).ggml_rows(matrix, torch.arange(len(matrix)))
-    let_go([matrix])
+    release_pages([matrix])
     return made
 
 
@@ -559,7 +560,7 @@ def why_not_exact(matrix: StoredMatrix) -> str | None:
     x = torch.randn((3, some.ins), generator=torch.Generator().manual_seed(0)).to(some.dtype)
     expected = x.double() @ dense(some).double().T
     found = operations.ggml_product(x, operations.ggml_repacked(some)).double()
-    error = float((found - expected).norm() / expected.norm())
+    error = relative_error(found, expected)
     return None if error < _TOLERANCE else f"native products of {LAYOUTS[some.type].name} are off by {error:.2g}"
 
 

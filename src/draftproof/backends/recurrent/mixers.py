@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from draftproof.backends.cache.slot_cache import SlotCache, WritePlan
-from draftproof.backends.model_info import cache_name, input_device
+from draftproof.backends.model_info import cache_name, input_device, relative_error
 from draftproof.backends.recurrent.recurrences import FEW, in_pass
 from draftproof.backends.recurrent.states import Key, RowGroup, StateView
 
@@ -188,8 +188,7 @@ def _outputs(
 
 def _far(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest relative difference of two rows of tensors."""
-    pairs = zip(found, expected, strict=True)
-    return max(float((one - other).norm() / other.norm().clamp(min=1e-12)) for one, other in pairs)
+    return max(relative_error(*pair) for pair in zip(found, expected, strict=True))
 
 
 def _each_tensor(value: Any, change: Callable[[Tensor], Tensor], view: StateView | None = None) -> Any:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from draftproof.accelerator import to_device
+from draftproof.backends.cache.passes import during
 from draftproof.integrations.vllm.options import PluginOptions
 from draftproof.integrations.vllm.rules import NONE, GeneratorRng, verify_rows
 from draftproof.rng import NoiseRng, Purpose, Rng
@@ -94,14 +95,7 @@ class Round:
 _round: ContextVar[Round | None] = ContextVar("draftproof_round", default=None)
 
 
-@contextmanager
-def within(current: Round) -> Iterator[None]:
-    """Make a round the one that `current_round` returns."""
-    token = _round.set(current)
-    try:
-        yield
-    finally:
-        _round.reset(token)
+within = partial(during, _round)  # makes a round the one that `current_round` returns
 
 
 def current_round() -> Round | None:

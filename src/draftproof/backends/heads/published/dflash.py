@@ -95,14 +95,14 @@ def _refuse_strange(files: HeadFiles, more: Sequence[str]) -> None:
         raise files.refused(f"has {name} {value!r}, which is not read here: expected {', '.join(legal)}")
 
 
-class Before(NamedTuple):
+class RowContext(NamedTuple):
     """What a row may depend on."""
 
     tokens: list[int]  # those before it, from the last committed one on
     states: Float[Tensor, "places dim"]  # of all places of its block
 
 
-def last_tokens(before: Sequence[Before], device: torch.device) -> Int[Tensor, " rows"]:
+def last_tokens(before: Sequence[RowContext], device: torch.device) -> Int[Tensor, " rows"]:
     """The token before each row."""
     return torch.tensor([each.tokens[-1] for each in before], dtype=torch.long, device=device)
 
@@ -208,7 +208,7 @@ class DFlashNet:
             made = made * self._multiplier
         return made if self._cap is None else (made / self._cap).tanh() * self._cap
 
-    def conditioned(self, rows: FeedRows, before: Sequence[Before]) -> FeedRows:  # noqa: ARG002
+    def conditioned(self, rows: FeedRows, before: Sequence[RowContext]) -> FeedRows:  # noqa: ARG002
         """Rows of all sessions, given what was drafted before each of them; here that changes nothing."""
         return rows
 
@@ -254,7 +254,7 @@ class DFlashBackend(ParallelHeadBackend):
             return rows
         counts = [len(depths) for depths in asked]
         before = [
-            Before(path, session.places.states)
+            RowContext(path, session.places.states)
             for session, count in zip(sessions, counts, strict=True)
             for path in session.paths(count)
             if session.places is not None

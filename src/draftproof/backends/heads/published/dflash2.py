@@ -17,7 +17,7 @@ from torch.nn.functional import embedding
 from typing_extensions import override
 
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.heads.published.dflash import Before, DFlashNet, last_tokens
+from draftproof.backends.heads.published.dflash import DFlashNet, RowContext, last_tokens
 from draftproof.backends.heads.published.files import HeadFiles, cast
 from draftproof.backends.heads.published.layers import make_product
 from draftproof.backends.heads.published.parallel import FeedRows
@@ -67,7 +67,7 @@ class DFlash2Net(DFlashNet):
         return x + around.leaving(layer.down(layer.gated(layer.gate_up(mixed))), weights)
 
     @override
-    def conditioned(self, rows: FeedRows, before: Sequence[Before]) -> FeedRows:
+    def conditioned(self, rows: FeedRows, before: Sequence[RowContext]) -> FeedRows:
         """All others have logits of -inf."""
         scores, kept = rows.logits.topk(self._kept, -1)
         follows = embedding(last_tokens(before, rows.states.device), self._before) * self._project(rows.states)

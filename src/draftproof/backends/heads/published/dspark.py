@@ -16,7 +16,7 @@ from torch.nn.functional import embedding, linear
 from typing_extensions import override
 
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.heads.published.dflash import Before, DFlashNet, last_tokens
+from draftproof.backends.heads.published.dflash import DFlashNet, RowContext, last_tokens
 from draftproof.backends.heads.published.files import HeadFiles, cast
 from draftproof.backends.heads.published.layers import make_product
 from draftproof.backends.heads.published.parallel import FeedRows
@@ -73,7 +73,7 @@ class DSparkNet(DFlashNet):
         return not apart if said is None else bool(said)
 
     @override
-    def conditioned(self, rows: FeedRows, before: Sequence[Before]) -> FeedRows:
+    def conditioned(self, rows: FeedRows, before: Sequence[RowContext]) -> FeedRows:
         logits, states, accepted = rows
         features = states
         if self._markov is not None:
@@ -138,7 +138,7 @@ class MarkovHead:
         return embedding(tokens, self._first)
 
     def __call__(
-        self, states: Float[Tensor, "rows dim"], tokens: Float[Tensor, "rows rank"], before: Sequence[Before]
+        self, states: Float[Tensor, "rows dim"], tokens: Float[Tensor, "rows rank"], before: Sequence[RowContext]
     ) -> Float[Tensor, "rows ids"]:
         """What is added to logits."""
         if self._mixed is None:

@@ -46,11 +46,7 @@ class HeadFiles:
         return UserError(f"the {self.noun} {self.source!r} {why}")
 
     def made(self, family: Any, families: Sequence[str], fields: Mapping[str, Any]) -> Any:
-        """Transformers' config of layers of one of these families.
-
-        Raises:
-            UserError: another family, or fields that do not fit it.
-        """
+        """Transformers' config of layers of one of these families."""
         from transformers import AutoConfig
 
         if family not in families:

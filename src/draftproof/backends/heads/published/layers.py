@@ -38,11 +38,7 @@ class LayerShape:
 
     @classmethod
     def of(cls, files: HeadFiles, family: str | None = None) -> LayerShape:
-        """From a head's config.
-
-        Raises:
-            UserError: layers of another family, activation or rotary embedding than is read here.
-        """
+        """From a head's config."""
         config = files.made(family or files.layer.get("model_type"), FAMILIES, files.layer)
         shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         size, inner, heads, keys, dim = (int(n) for n in (config.hidden_size, config.intermediate_size, *shape))
@@ -71,7 +67,7 @@ def make_layer(
     def linear(name: str, outs: int, ins: int) -> SimpleNamespace:
         weight = cast(files.take(f"{at}{name}.weight", [outs, ins]), target)
         bias = files.optional(f"{at}{name}.bias", [outs])
-        return SimpleNamespace(weight=weight, bias=None if bias is None else cast(bias, target), out_features=outs)
+        return SimpleNamespace(weight=weight, bias=None if bias is None else cast(bias, target))
 
     outs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     attention = SimpleNamespace(

@@ -24,7 +24,7 @@ from draftproof.backends.heads.published.steps import StepsBackend
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.native_modules import natively
 from draftproof.backends.hf.truncate import shallow
-from draftproof.backends.model_info import cache_name, quantization_method
+from draftproof.backends.model_info import cache_name, quantization_method, relative_error
 from draftproof.errors import UserError, reason
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -82,11 +82,7 @@ def mtp_backend(target: SlotBackend) -> HeadBackend | StepsBackend:
 
 
 def checked_layers(mtp: Any, target: SlotBackend, name: str) -> list[HeadBackend]:
-    """The layers of a model of transformers as heads over a target, of which the first is compared with its own pass.
-
-    Raises:
-        UserError: layers of other kinds, or other logits.
-    """
+    """The layers of a model of transformers as heads over a target; the first is compared with its own pass."""
     kinds = set(getattr(mtp.config, "layer_types", None) or [])
     if kinds - {"full_attention", "sliding_attention"}:
         raise UserError(
@@ -191,7 +187,7 @@ def _check(layer: HeadBackend, mtp: Any, target: SlotBackend, name: str) -> None
         cache = MtpCache(config=mtp.config)
         out = mtp.forward_layer(0, states.unsqueeze(0).to(target.dtype), places, cache, input_ids=ids)
         pairs = ((found, out[0]), (logits, layer.net.logits(out[:, -1])[0]))
-        error = max(float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-12)) for a, b in pairs)
+        error = max(relative_error(*pair) for pair in pairs)
     finally:
         owner.close()
         if session is not None:

@@ -52,11 +52,7 @@ _SHARED = ("mtp.embed_tokens.", "mtp.lm_head.", "mtp.shared_head.")
 
 
 class HybridMtpNet(LayeredNet):
-    """The network of such a layer by native code, where that reads the target.
-
-    Raises:
-        UnreadError: a part that is not known there.
-    """
+    """The network of such a layer by native code, where that reads the target."""
 
     def __init__(self, mtp: Any, lean: HybridLean) -> None:
         (outer,) = mtp.layers
@@ -123,11 +119,7 @@ def described(model: Any, name: str) -> Any:
 
 
 def from_head(files: HeadFiles, model: Any) -> Any:
-    """transformers' class of such a layer over a model, with the weights of a head in the layout of speculators.
-
-    Raises:
-        UserError: weights that are missing, of another shape, or unknown.
-    """
+    """transformers' class of such a layer over a model, with the weights of a head in the layout of speculators."""
     made = empty_layer(model)
     own = {name: weight for name, weight in made.state_dict().items() if name.startswith("layers.")}
     for name, weight in own.items():

@@ -24,11 +24,7 @@ from draftproof.errors import UserError
 
 
 class PublishedNet(LayeredNet):
-    """The network of a published head.
-
-    Raises:
-        UserError: made for another model, weights that do not fit the config, or parts that are not read here.
-    """
+    """The network of a published head."""
 
     algorithm: ClassVar[str]
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 from draftproof.backends.base import Feed, Session, unread
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import SlotCache
-from draftproof.backends.heads.base import Above, FollowingSession, HeadBackend
+from draftproof.backends.heads.base import FollowingSession, HeadBackend, PrecedingStates
 from draftproof.backends.heads.published.eagle3 import Eagle3Net
 from draftproof.backends.heads.published.files import cast, mask_token_of, places_of, read_head
 from draftproof.backends.heads.published.parallel import ParallelHeadBackend, ParallelLogits, ParallelSession
@@ -34,7 +34,7 @@ class _MaskedSession(FollowingSession):
         super().__init__(cache, owner, layers, back=0)
         self._mask = mask
 
-    def above(self, feed: Feed) -> Above:
+    def above(self, feed: Feed) -> PrecedingStates:
         found = super().above(Feed(feed.session, feed.tokens))
         nodes = 0 if feed.tree is None else len(feed.tree)
         return found._replace(own=self._mask.expand(nodes, -1)) if nodes else found
