@@ -14,8 +14,9 @@ from draftproof.backends.base import Feed
 from draftproof.backends.hf.snapshots import SnapshotSession
 from draftproof.backends.lean.hybrid import HybridLean
 from draftproof.backends.lean.traits import UnreadError
+from draftproof.backends.loading.gguf_families import ARCHITECTURES
 from draftproof.backends.loading.gguf_model import in_own_numbers
-from draftproof.backends.loading.gguf_modules import ARCHITECTURES, read_modules
+from draftproof.backends.loading.gguf_modules import read_modules
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.stored_backends import _PassContext

@@ -22,7 +22,8 @@ from draftproof.backends.cache.windows import FULL, SLIDING
 from draftproof.backends.lean.backend import LeanForward
 from draftproof.backends.lean.checkpoint import Architecture, TensorsByName
 from draftproof.backends.lean.traits import LLAMA, Traits, UnreadError
-from draftproof.backends.loading.gguf_modules import ARCHITECTURES, read_modules
+from draftproof.backends.loading.gguf_families import ARCHITECTURES
+from draftproof.backends.loading.gguf_modules import read_modules
 from draftproof.backends.loading.gguf_rotary import (
     FACTORS,
     LONG,
