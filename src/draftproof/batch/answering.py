@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from draftproof.batch.rows import PromptRows, RowForm, RowOptions, RowRequest, Values
@@ -53,21 +53,9 @@ class Answerer:
         An error that is no single row's passes through.
         """
         left, running = iter(rows), list[_Open]()
-        most = 2 * self._engine.max_batch  # so many wait that a free place is taken at once
         try:
             while True:
-                refused: list[Result] = []
-                while sum(len(each.requests) for each in running) < most:
-                    row = next(left, None)
-                    if row is None:
-                        break
-                    found = self._begin(row)
-                    if isinstance(found, Result):
-                        refused.append(found)
-                        if len(refused) >= most:
-                            break
-                    else:
-                        running.append(found)
+                refused = self._fill(running, left)
                 if running:
                     self._engine.step()
                 elif not refused:
@@ -78,6 +66,20 @@ class Answerer:
         finally:
             for each in running:
                 self._abort(each.requests)
+
+    def _fill(self, running: list[_Open], left: Iterator[Row]) -> list[Result]:
+        """Begin rows until so many wait that a free place is taken at once; return the results of refused ones."""
+        most, refused = 2 * self._engine.max_batch, list[Result]()
+        while len(refused) < most and sum(len(each.requests) for each in running) < most:
+            row = next(left, None)
+            if row is None:
+                break
+            found = self._begin(row)
+            if isinstance(found, Result):
+                refused.append(found)
+            else:
+                running.append(found)
+        return refused
 
     def _begin(self, row: Row) -> _Open | Result:
         requests: list[Request] = []

@@ -96,9 +96,8 @@ def compare_engines(options: EngineComparison, *, watch: Watch = silent) -> Resu
                         timings[name].append(engines[name](request))
                     done = (len(rows) // len(engines)) * (options.repeats + 1) + turn + 1
                     tick(done, tokens=batch * options.tokens * len(engines))
-                rows += [
-                    _row(name, batch, temperature, options.tokens, timings[name][1:]) for name in engines
-                ]  # the first turn warms up
+                # the first turn warms up
+                rows += [_row(name, batch, temperature, options.tokens, timings[name][1:]) for name in engines]
     title = f"{without_directory(options.target)} beside {options.other}"
     return Results(title, _lines(options, rows), {"options": shown_options(options), "rows": rows}, facts)
 

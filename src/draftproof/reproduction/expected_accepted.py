@@ -76,9 +76,8 @@ def chain_ccdf(
         return log_ratios(tokens, q, p).clamp(max=0).exp().cumprod(-1)
     sizes = torch.full_like(tokens[:, 0], tokens.shape[1])
     h = (block_acceptance if rule == "block" else greedy_acceptance)(tokens, q, p, sizes)[1]
-    return 1 - (1 - h).flip(-1).cumprod(-1).flip(
-        -1
-    )  # 1 - Pr(every place from i on rejects), because the last success counts
+    none_from = (1 - h).flip(-1).cumprod(-1).flip(-1)  # Pr(every place from i on rejects): the last success counts
+    return 1 - none_from
 
 
 Plan = Callable[[Float[Tensor, "r V"], Float[Tensor, "r V"], Int[Tensor, "r D"], Tensor], tuple[Tensor, Tensor]]

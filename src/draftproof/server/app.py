@@ -203,9 +203,7 @@ class Server:
             return await self._full_response(request, job, answer, form)
         pieces = job.pieces()
         try:
-            first = await _until_disconnect(
-                request, partial(anext, pieces)
-            )  # so that an early error has its own status
+            first = await _until_disconnect(request, partial(anext, pieces))  # an early error has its own status
         except BaseException:
             self.worker.close(job)
             raise

@@ -95,9 +95,8 @@ def fused(module: str) -> Callable[[Rows[Rest]], Rows[Rest]]:
 
         @functools.wraps(plain)
         def chosen(rows: Tensor, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Tensor:
-            by = (
-                implementation(rows.device) if rows.numel() else Implementation.TORCH
-            )  # a kernel cannot be launched for no rows
+            # a kernel cannot be launched for no rows
+            by = implementation(rows.device) if rows.numel() else Implementation.TORCH
             if by is Implementation.COMPARED:
                 if not agreed:
                     agreed.append(_agrees(module, plain, rows, *args, **kwargs))

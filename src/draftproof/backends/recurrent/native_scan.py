@@ -68,11 +68,8 @@ class NativeScan:
         made = cls(own)
         x, dt, A, B, C, D, bias, state = _drawn()
         options = {"chunk_size": 4, "D": D, "dt_bias": bias, "dt_softplus": True, "return_final_states": True}
-        return (
-            made
-            if _alike(own, made, lambda: ((x, dt, A, B, C), {**options, "initial_states": state.clone()}))
-            else None
-        )
+        alike = _alike(own, made, lambda: ((x, dt, A, B, C), {**options, "initial_states": state.clone()}))
+        return made if alike else None
 
     def __call__(
         self,
@@ -94,15 +91,9 @@ class NativeScan:
         """The outputs [rows, tokens, heads, size], and the state at the end where it is wanted."""
         others_are_none = z is None and not any(isinstance(each, Tensor) for each in others.values())
         if not others_are_none or not _computes(x, dt, A, B, C, D, dt_bias, initial_states, dim=B.shape[-1]):
-            options: dict[str, Any] = {
-                "D": D,
-                "z": z,
-                "dt_bias": dt_bias,
-                "initial_states": initial_states,
-                "dt_softplus": dt_softplus,
-            }
-            options |= {"dt_limit": dt_limit, "return_final_states": return_final_states}
-            return self.own(x, dt, A, B, C, chunk_size, **options, **others)
+            others |= {"D": D, "z": z, "dt_bias": dt_bias, "initial_states": initial_states}
+            others |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "return_final_states": return_final_states}
+            return self.own(x, dt, A, B, C, chunk_size, **others)
         made, end = _scanned(x, dt, A, B, C, D, dt_bias, initial_states, softplus=dt_softplus, limit=dt_limit)
         return (made.to(x.dtype), end) if return_final_states else made.to(x.dtype)
 
@@ -121,9 +112,8 @@ class NativeStep:
         size, dim = state.shape[2:]
         repeated = dt[:, 0, :, None].expand(-1, -1, size), A[:, None, None].expand(-1, size, dim)
         more = {"D": D[:, None].expand(-1, size), "dt_bias": bias[:, None].expand(-1, size), "dt_softplus": True}
-        return (
-            made if _alike(own, made, lambda: ((state.clone(), x[:, 0], *repeated, B[:, 0], C[:, 0]), more)) else None
-        )
+        alike = _alike(own, made, lambda: ((state.clone(), x[:, 0], *repeated, B[:, 0], C[:, 0]), more))
+        return made if alike else None
 
     def __call__(
         self,
