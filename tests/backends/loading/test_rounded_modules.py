@@ -134,7 +134,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(name, bits, made):
     chain = TokenTree.chain(torch.tensor(IDS[1:]))
     for output in backend.forward([Feed(backend.open(), IDS[:1], chain) for _ in range(3)]):
         assert torch.equal(output.logits, whole)
-    assert (backend.rounding == "") is (name in (*RECURRENT, BESIDE)), "by construction where all is native"
+    assert (backend.rounding == "") is (name not in DENSE), "by construction where all is native"
 
 
 def test_attention_of_torch_would_be_seen(made):
