@@ -88,6 +88,9 @@ if does == "fail":
     print("ERROR: No matching distribution found", file=sys.stderr)
     print("[notice] A new release of pip is available", file=sys.stderr)
     sys.exit(1)
+if does == "raise":
+    print("ERROR: Exception:", "Traceback (most recent call last):", "OSError: [Errno 28] No space", sep="\\n")
+    sys.exit(2)
 if args[args.index("--progress-bar") + 1] == "raw":
     for done in (0, 400, 1000):
         print("Progress", done, "of", 1000, flush=True)
@@ -270,9 +273,13 @@ def test_a_newer_pip_is(pip, monkeypatch, release):
     assert "--progress-bar raw" in pip()[0]
 
 
-def test_a_failed_download_gives_pips_reason(pip, home, monkeypatch):
-    monkeypatch.setenv("PIP_DOES", "fail")
-    with pytest.raises(UserError, match=r"could not download toy-model==1.0 \(ERROR: No matching distribution found\)"):
+@pytest.mark.parametrize(
+    ("does", "reason"),
+    [("fail", "ERROR: No matching distribution found"), ("raise", r"OSError: \[Errno 28\] No space")],
+)
+def test_a_failed_download_gives_pips_reason(pip, home, monkeypatch, does, reason):
+    monkeypatch.setenv("PIP_DOES", does)
+    with pytest.raises(UserError, match=rf"could not download toy-model==1.0 \({reason}\)"):
         models.pull("toy")
     assert len(pip()) == 1
     assert left_over(home) == []

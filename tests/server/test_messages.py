@@ -1,5 +1,6 @@
 """Anthropic's Messages API: the same answers as a chat's, in Anthropic's words, for its official client and others."""
 
+import itertools
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -230,6 +231,32 @@ def test_reasoning_text_and_calls_are_blocks(more, finish, reason, found):
     assert whole["usage"]["cache_read_input_tokens"] == 2
     if finish == "stop":
         assert message_of(read_events(text))["content"] == whole["content"]
+
+
+def test_a_call_may_be_cut_off_anywhere():
+    tools = ToolSet(DIALECTS["hermes"], (), must=False, several=True, specials={})
+    text, found = CALL + "2]}}\n</tool_call>", []
+    for size in range(len(text) + 1):
+        form, answer, _ = answer_to(*parts_of(text[:size]), Piece("", (1,), finish_reason="length"), tools=tools)
+        blocks = form.whole(answer).model_dump()["content"]
+        found.append([each["input"] for each in blocks if each["type"] == "tool_use"])
+    assert [each for each, _ in itertools.groupby(found)] == [
+        [],
+        [{}],
+        [{"city": "Oslo"}],
+        [{"city": "Oslo", "days": []}],
+        [{"city": "Oslo", "days": [1]}],
+        [{"city": "Oslo", "days": [1, 2]}],
+    ]
+
+
+@pytest.mark.parametrize("speculation", [True, False])
+def test_a_limit_may_end_an_answer_anywhere_in_a_call(base, speculation):
+    limits = {"temperature": 0, "speculation": speculation, "tools": GIVEN[:1], "tool_choice": {"type": "any"}}
+    found = [sent(base, max_tokens=most, **limits).json()["content"] for most in range(24, 48)]
+    assert [] in found
+    assert any(each and each[0]["input"] for each in found)
+    assert all(each["type"] == "tool_use" for blocks in found for each in blocks)
 
 
 def test_a_length_below_the_limit_is_the_context():

@@ -438,10 +438,11 @@ def test_bodies_that_are_none(base, body):
 
 
 def test_unknown_paths_and_methods_have_the_same_form_of_error(base):
-    assert httpx.get(f"{base}/v2").status_code == 404
-    error_of(httpx.get(f"{base}/v2"))
-    assert httpx.get(f"{base}/v1/completions").status_code == 405
-    error_of(httpx.get(f"{base}/v1/completions"))
+    for method, path, status in (("POST", "/v1/embeddings", 404), ("GET", "/v1/completions", 405)):
+        answer = httpx.request(method, base + path)
+        assert answer.status_code == status
+        assert error_of(answer)["message"].startswith(f"{method} '{path}' is not served: /openapi.json lists ")
+    assert answer.headers["allow"] == "POST"
 
 
 def test_a_model_without_a_chat_template_says_so():

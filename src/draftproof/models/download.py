@@ -88,7 +88,7 @@ def _download(entry: Packaged, folder: Path, progress: Progress) -> Path:
     code, lines = _run(command, progress, folder)
     wheels = list(folder.glob("*.whl"))
     if code or not wheels:
-        errors = [line for line in lines if line.startswith("ERROR")]
+        errors = [line for line in lines if re.match("ERROR(?!: Exception:)", line)]  # which is above a traceback
         cause = (errors or lines or ["pip gave no reason"])[-1]
         raise UserError(f"could not download {requirement} ({cause}): pip and a package index it can reach are needed")
     return wheels[0]

@@ -42,7 +42,7 @@ from draftproof.server.auth import Access, ApiKeys, note
 from draftproof.server.background import BackgroundCalls
 from draftproof.server.body import body_of
 from draftproof.server.dialects.detection import format_of
-from draftproof.server.errors import ApiError, error_answer, failed, of_http, stopping, stuck, too_late
+from draftproof.server.errors import ApiError, error_answer, failed, of_http, stopping, stuck, too_late, unserved
 from draftproof.server.metrics import Metrics
 from draftproof.server.parse_request import ParsedRequest, RequestParser, refuse_other_model, refuse_stream_options
 from draftproof.server.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingFields, TokenizeBody
@@ -567,7 +567,8 @@ async def _mistake(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for it"
-    return await _error_response(request, of_http(error))
+    made = unserved(error, request.scope) if error.status_code in (404, 405) else of_http(error)  # of the router
+    return await _error_response(request, made)
 
 
 async def _unexpected(request: Request, _: Exception) -> Response:

@@ -94,6 +94,13 @@ def of_http(error: HTTPException) -> ApiError:
     return ApiError(str(error.detail), status=error.status_code, headers=error.headers)
 
 
+def unserved(error: HTTPException, scope: Mapping[str, Any]) -> ApiError:
+    """The ApiError for a path or a method that no route has."""
+    what = f"{scope['method']} {quoted(scope['path'])}"
+    message = f"{what} is not served: /openapi.json lists the paths and methods that are"
+    return ApiError(message, status=error.status_code, headers=error.headers)
+
+
 def overloaded(seconds: int) -> ApiError:
     """The queue is full."""
     return ApiError(
