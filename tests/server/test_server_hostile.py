@@ -401,6 +401,22 @@ def test_a_chat_template_may_be_given(tmp_path):
         read_text(tmp_path / "none", "the chat template")
 
 
+def test_a_chat_template_with_a_mistake_is_refused_before_the_first_chat():
+    prompts = Engine.load("embedded:stories", drafter="none").prompts
+    for template, said in (
+        ("{{ messages", "has a mistake in line 1: unexpected end of template"),
+        ("x\n{% for m in messages %}{{ m.content }}", "has a mistake in line 2: "),
+        ("{{ messages | nothing }}", "No filter named 'nothing'"),
+        (" \n", "is empty"),
+    ):
+        with pytest.raises(UserError, match=said):
+            prompts.use_template(template)
+    assert not prompts.has_template
+    loop = "{% for m in messages %}{%- generation -%}{{ m.content | tojson }}{% endgeneration %}{% break %}{% endfor %}"
+    prompts.use_template(loop)  # what transformers takes beyond jinja's own
+    assert prompts.chat_text([{"role": "user", "content": "x"}]) == '"x"'
+
+
 def test_one_client_of_openai_at_a_full_server_waits_and_is_served():
     """The official client repeats after Retry-After."""
     slow = Slow(engine := small_engine(max_batch=1), 0.05)

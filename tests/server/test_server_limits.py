@@ -419,6 +419,11 @@ def test_keys_come_from_a_file_and_the_environment(tmp_path, monkeypatch):
         read_keys(file)
     with pytest.raises(UserError, match="cannot read API keys"):
         read_keys(tmp_path / "none")
+    file.write_text(KEY)
+    for words, said in (("", "expected API keys with spaces"), (" ", "got none"), ("short", "16 or more characters")):
+        monkeypatch.setenv("DRAFTPROOF_KEYS", words)  # an empty one would serve everybody
+        with pytest.raises(UserError, match=f"^the variable DRAFTPROOF_KEYS.*{said}"):
+            read_keys(file)
 
 
 def test_no_prompt_is_in_the_log_or_in_an_error(engine, caplog):

@@ -14,6 +14,7 @@ from draftproof.bad_words import BadWords, bad_word_ids
 from draftproof.errors import UserError, reason
 from draftproof.reasoning import MOST_BLANK, Reasoning, ReasoningMarkers, reasoning_after, reasoning_markers
 
+_MARKS = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")  # transformers' own tag, around answers
 _RECENT = 8  # encoded sets of bad words that are kept when no request uses them any more
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -36,9 +37,10 @@ class PromptReader:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def use_template(self, template: str) -> None:
-        """Replace the model's chat template."""
+        """Replace the model's chat template; raises UserError for one that is empty, or no template of jinja."""
         if self.tokenizer is None:
             raise UserError(f"a chat template needs a tokenizer, but {self._model} has none: leave it out")
+        _check_syntax(template)
         self.tokenizer.chat_template = template
 
     def read(self, prompt: Prompt | Sequence[Any]) -> tuple[str | None, list[int]]:
@@ -136,6 +138,19 @@ class PromptReader:
         if self.tokenizer is None:
             raise UserError("the engine has no tokenizer: pass prompts as token ids")
         return self.tokenizer
+
+
+def _check_syntax(template: str) -> None:
+    """Refuse a chat template that no message could be rendered with; nothing is rendered."""
+    from jinja2 import Environment, TemplateSyntaxError
+    from jinja2.ext import loopcontrols
+
+    if not template.strip():
+        raise UserError("the chat template is empty: expected a template of jinja")
+    try:
+        Environment(extensions=[loopcontrols]).from_string(_MARKS.sub("", template))  # noqa: S701 - no HTML
+    except TemplateSyntaxError as error:
+        raise UserError(f"the chat template has a mistake in line {error.lineno}: {error.message}") from error
 
 
 def _text_only(place: int, message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -36,20 +36,26 @@ _log = logging.getLogger("draftproof.access")
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:
-    """The API keys in a file and in the variable DRAFTPROOF_KEYS; raises UserError for short or non-ASCII keys."""
-    keys = os.environ.get("DRAFTPROOF_KEYS", "").split()
-    where = "the variable DRAFTPROOF_KEYS"
+    """The API keys in a file and in the variable DRAFTPROOF_KEYS; raises UserError for short or non-ASCII keys.
+
+    A variable or a file without a key is an error, too: who sets it does not mean to serve everybody.
+    """
+    given: list[tuple[str, str, str]] = []
+    if (words := os.environ.get("DRAFTPROOF_KEYS")) is not None:
+        given.append(("the variable DRAFTPROOF_KEYS", words, "API keys with spaces between them, or no such variable"))
     if file is not None:
-        where = str(file)
-        found = read_text(file, "API keys from").split()
-        if not found:
-            raise UserError(f"{file}: expected one API key per line, got none")
-        keys += found
-    if not all(key.isascii() and key.isprintable() for key in keys):
-        raise UserError(f"{where} holds an API key with other characters than those of ASCII: no header carries them")
-    if any(len(key) < _SHORTEST for key in keys):
-        raise UserError(f"{where}: expected API keys of {_SHORTEST} or more characters, got a shorter one")
-    return tuple(keys)
+        given.append((str(file), read_text(file, "API keys from"), "one API key per line"))
+    for where, text, expected in given:
+        keys = text.split()
+        if not keys:
+            raise UserError(f"{where}: expected {expected}, got none")
+        if not all(key.isascii() and key.isprintable() for key in keys):
+            raise UserError(
+                f"{where} holds an API key with other characters than those of ASCII: no header carries them"
+            )
+        if any(len(key) < _SHORTEST for key in keys):
+            raise UserError(f"{where}: expected API keys of {_SHORTEST} or more characters, got a shorter one")
+    return tuple(key for _, text, _ in given for key in text.split())
 
 
 def allowed_hosts(settings: Settings, keys: Sequence[str]) -> tuple[str, ...] | None:
