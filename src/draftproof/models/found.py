@@ -212,8 +212,7 @@ def _of_ollama(name: str) -> Path:
     manifests, full = _manifests(), name if ":" in name else f"{name}:latest"
     if full not in manifests:
         raise UserError(
-            f"models of Ollama in {_ollama_folder()}: expected one of {', '.join(sorted(manifests)) or 'none'}, "
-            f"got {full!r}"
+            f"models of Ollama in {_ollama_folder()}: expected {full!r}, found {', '.join(sorted(manifests)) or 'none'}"
         )
     path = _blob(manifests[full])
     if path is None:

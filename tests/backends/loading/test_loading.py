@@ -66,6 +66,17 @@ def test_pickled_weights_are_refused_on_purpose_and_that_is_said(saved):
         load_backend(str(saved))
 
 
+def test_a_place_without_a_model_says_what_is_expected(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"the directory has no config\.json: expected one with config\.json"):
+        Engine.load(str(tmp_path))
+    (tmp_path / "y.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"the directory holds \.gguf files, .* by its path: y\.gguf$"):
+        Engine.load(str(tmp_path))
+    with pytest.raises(UserError, match=r"is named by its kind: nobody/x-GGUF:Q4_K_M\)"):
+        Engine.load("nobody/x-GGUF")
+
+
 def test_an_adapter_without_peft_says_what_it_is(saved, monkeypatch):
     (saved / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "x"}))
     monkeypatch.setattr(loading, "find_spec", lambda _: None)

@@ -44,7 +44,18 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source, **options)
     except Exception as cause:
-        raise UserError(f"cannot load a tokenizer from {str(where)!r}: {reason(cause)}") from cause
+        raise UserError(f"cannot load a tokenizer from {str(where)!r}: {_why_none(where, cause)}") from cause
+
+
+def _why_none(where: Path, cause: Exception) -> str:
+    """Why a place has no tokenizer: transformers' reason does not say what names of models people mix up."""
+    if files := sorted(path.name for path in where.glob("*.gguf")):
+        return f"the directory holds .gguf files, of which one is named by its path: {', '.join(files)}"
+    if where.is_dir() and not (where / "config.json").exists():
+        return "the directory has no config.json: expected one with config.json, a tokenizer and safetensors"
+    if not where.exists() and "gguf" in where.name.lower():
+        return f"{reason(cause)} (of .gguf files in a hub repository one is named by its kind: {where}:Q4_K_M)"
+    return reason(cause)
 
 
 def read_tokenizer(file: GGUFFile) -> FastTokenizer | None:
