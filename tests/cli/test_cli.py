@@ -1,6 +1,7 @@
 """The command line: streams what JSON reports, errs in one line, and times speculation against plain decoding."""
 
 import dataclasses
+import errno
 import functools
 import io
 import json
@@ -629,6 +630,27 @@ def test_closed_streams_swallow_what_is_written(monkeypatch):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EPIPE])
+def test_a_text_is_whole_where_nothing_can_be_written_to_stderr(monkeypatch, capsys, error):
+    refused = []
+
+    class Full(io.StringIO):
+        def write(self, text):
+            refused.append(text)
+            raise OSError(error, "of a test")
+
+    monkeypatch.setattr(sys, "argv", ["draftproof", "generate", STORY, "--max-tokens", "8", "--seed", "1"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    expected = capsys.readouterr().out
+    monkeypatch.setattr(sys, "stderr", Full())
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr().out) == (0, expected)
+    assert refused
 
 
 # --- whole processes -------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing_extensions import override
 
 from draftproof.progress import Watch, bar, silent
 
@@ -28,8 +29,7 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; without it 
 
 def note(line: str, *, dim: bool = False) -> None:
     """Print a line on stderr."""
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    console.print(line, style="dim" if dim else None)
+    _to_stderr(line, "\n", dim=dim)
 
 
 @contextmanager
@@ -55,7 +55,19 @@ def _write_above(bar: Progress, text: str) -> None:
 
 def write_dim(text: str) -> None:
     """Write to stderr at once, dim on a terminal: text that comes with an answer but is not part of it."""
-    Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(text, style="dim", end="")
+    _to_stderr(text, "", dim=True)
+
+
+class _Stderr(Console):
+    @override
+    def on_broken_pipe(self) -> None:
+        """Go on without a reader, where rich would end the process."""
+
+
+def _to_stderr(text: str, end: str, *, dim: bool) -> None:
+    console = _Stderr(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    with suppress(OSError):  # such as a full disk: what the command is for can go on
+        console.print(text, style="dim" if dim else None, end=end)
 
 
 def write(text: str) -> None:
