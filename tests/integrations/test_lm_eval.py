@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("lm_eval")
 
 import lm_eval.api.registry
+import torch
 from lm_eval.api.instance import Instance
 
 from draftproof import UserError
@@ -54,6 +55,14 @@ def test_greedy_answers_are_those_of_hf(models):
     wanted, found = (each.generate_until(instances("generate_until", *asked), disable_tqdm=True) for each in models)
     assert found == wanted
     assert all(found)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would be used")
+@pytest.mark.parametrize("drafter", ["none", "ngram:4"])
+def test_the_default_device_of_lm_evals_command_line_needs_no_cuda(drafter):
+    made = DraftproofLM("embedded:target", drafter=drafter, device="cuda:0", batch_size="1")
+    assert made.engine.target.device.type == "cpu"
+    assert made.generate_until(instances("generate_until", ("The dog", {"max_gen_toks": 4})), disable_tqdm=True)[0]
 
 
 def test_options_that_do_not_exist_are_named(models):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, has_bos_prefix, normalize_gen_kwargs, postprocess_generated_text
@@ -45,7 +46,9 @@ class DraftproofLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         add_bos_token: whether prompts begin with the tokenizer's first token; default as the tokenizer does it.
         prefix_token_id: what stands before a text without a context; default the tokenizer's BOS, else its EOS.
         seed: of sampled answers; None lets the engine choose.
-        device, dtype, trust_remote_code: as in `Engine.load`.
+        device: as in `Engine.load`, but CUDA is not asked for where there is none: lm-eval's command line gives cuda:0
+            if the user names nothing.
+        dtype, trust_remote_code: as in `Engine.load`.
         **options: more of `Engine.load`: draft, drafter, stopper, verifier, backend, ...
 
     Raises:
@@ -73,6 +76,8 @@ class DraftproofLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         name = target or pretrained
         if name is None or (target and pretrained):
             raise UserError("the model draftproof needs one name: --model_args target=MODEL")
+        if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+            device = None
         batch = 8 if batch_size in (None, "auto") or str(batch_size).startswith("auto") else int(str(batch_size))
         self.engine = Engine.load(
             name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, max_batch=batch, **options
