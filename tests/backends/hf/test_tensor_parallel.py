@@ -187,7 +187,7 @@ def test_a_process_that_is_killed_ends_the_others_with_a_message():
         os.kill(ranks[1], signal.SIGKILL)
         _, said = run.communicate(timeout=SECONDS)
     assert run.returncode == 1
-    assert b"process 1 of 2 (--tensor-parallel 2) was ended by SIGKILL, so the others were ended too" in said
+    assert b"process 1 of 2 (--tensor-parallel 2) was ended by SIGKILL, so the others were ended, too" in said
     assert b"Traceback" not in said
     for child in ranks.values():
         assert not Path(f"/proc/{child}").exists()
