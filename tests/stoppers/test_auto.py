@@ -472,6 +472,25 @@ def test_a_few_refusals_by_chance_do_not_end_drafts_that_pay():
     assert statistics.quantiles(speeds)[0] > 1.08
 
 
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(("catches_up", "least", "most"), [(True, 12, 24), (False, 0, 1)])
+def test_a_draft_model_reads_what_it_missed_after_drafts_would_have_paid_for_it(catches_up, least, most):
+    """Of 60 tokens, say, that others have drafted: a request that ends soon would pay for nothing."""
+    stopper = Auto(assumed=AcceptanceRates(0.75, 0.75), catches_up=catches_up)
+    World(0.75, 0.48).play(stopper, 200)
+    for _ in range(60):
+        stopper.observe(0, 0, 0)
+    waited = 0
+    while True:
+        stopper.begin([0])
+        if stopper.length(0) and not stopper.plan.measures:
+            break
+        stopper.observe(0, 0, 0)
+        stopper.spent(RoundTime(0.0, 1.0, 1, 0, 0))
+        waited += 1
+    assert least <= waited <= most
+
+
 def world_costs(rows, draft, token):
     """Costs as an earlier run has learned them."""
     costs = LearnedCosts()

@@ -34,6 +34,7 @@ PROBE_SHARE = 0.01  # largest share of the time for probes at first; pauses are 
 TRIAL = 4  # default draft length of a trial: a round that measures what a draft costs
 CREDIT, REGAIN = 8.0, 1 / 32  # measuring rounds that are allowed: at first, and regained with each round
 CATCH_UP = 8  # rounds without a draft after which a draft model has much to read first
+READING = 0.12  # cost of one token that it reads then, of many at once, relative to a drafted one
 STALE = (32, 1024)  # rounds without a draft after which the cost of drafts is measured again: at first, and later
 CACHE_SIZE = 4096  # number of cached choices
 
@@ -104,6 +105,8 @@ class Auto(StopperBase):
         self._unused = 0
         self._stale = STALE[0]
         self._reads_much = False
+        # plain rounds' time that drafts must still have gained, had there been any, before the draft model catches up
+        self._owed: float | None = None
 
     @property
     def learned_costs(self) -> LearnedCosts | None:
@@ -136,6 +139,8 @@ class Auto(StopperBase):
         learned = self.learned_costs
         if learned is not None and (forced := self._measuring_plan(learned, members, best)) is not None:
             return forced
+        if best.length and self._waits(members, best.speed - 1):
+            return DraftPlan()
         if not best.length and 2 * sum(self._may_probe(one) for one in members) > len(members):
             return self._trial(members, PROBE) or best
         return best
@@ -170,6 +175,26 @@ class Auto(StopperBase):
         wanted = min(best.length or TRIAL, 2 * TRIAL)
         return self._trial(members, wanted, best.drafts, rounds) or DraftPlan(1, best.drafts, measures=True)
 
+    def _waits(self, members: Sequence[RequestRates], gain: float) -> bool:
+        """Whether a draft model should not read yet what others have drafted, since a request may end before that pays.
+
+        It waits until drafts would have gained what reading cost at first. So whenever the request ends, not much more
+        than twice that cost is lost.
+        """
+        missed = self._missed(members)
+        if self._owed is None:
+            self._owed = missed
+        self._owed -= gain
+        if missed and self._owed > 0:
+            return True
+        self._owed = None
+        return False
+
+    def _missed(self, members: Sequence[RequestRates]) -> float:
+        """What a draft model's reading of tokens that it missed costs, in plain rounds; nothing for new requests."""
+        tokens = sum(state.idle for state in members if state.idle > CATCH_UP) if self._catches_up else 0
+        return READING * tokens / self._batch * self.costs.at(self._batch).draft
+
     def _trial(
         self, members: Sequence[RequestRates], length: int, drafts: int = 1, rounds: int = 1
     ) -> DraftPlan | None:
@@ -179,7 +204,8 @@ class Auto(StopperBase):
         allowance = None if self.learned_costs is None else self.learned_costs.passes.allowance
         for n in sorted({min(length, self.limit), min(2, length), 1}, reverse=True):
             made, cost = (sums[n] + others) / self._batch, costs.of(n, drafts, self._share) / costs.of(0)
-            if allowance is None or allowance.affords(rounds * (cost - made), self._batch, short=n == 1):
+            loss = rounds * (cost - made) + self._missed(members)
+            if allowance is None or allowance.affords(loss, self._batch, short=n == 1):
                 return DraftPlan(n, drafts, made / cost, measures=True)
         return None
 
