@@ -1,5 +1,6 @@
 """The server's API: OpenAI's official client unchanged, what each field does, and what is refused."""
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -425,6 +426,17 @@ def test_another_model_is_not_found(base):
     answer = post(base, model="gpt-9")
     assert answer.status_code == 404
     assert error_of(answer)["code"] == "model_not_found"
+
+
+def test_compressed_bodies_are_refused_by_their_encoding(base):
+    content = gzip.compress(json.dumps({"prompt": "Once", "max_tokens": 1}).encode())
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = httpx.post(f"{base}/v1/completions", content=content, headers=headers)
+    assert answer.status_code == 400
+    assert error_of(answer)["message"] == "expected a body without Content-Encoding, got 'gzip'"
+    headers["content-encoding"] = "identity"
+    answer = httpx.post(f"{base}/v1/completions", json={"prompt": "Once", "max_tokens": 1}, headers=headers)
+    assert answer.status_code == 200
 
 
 BODIES = [b"{", b"[]", b"", b'{"prompt": "\\ud800"}', b"\xff", b"[" * 100_000]

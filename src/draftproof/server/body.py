@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from draftproof.server.errors import ApiError, of_http
+from draftproof.server.errors import ApiError, of_http, quoted
 from draftproof.server.parse_request import validated
 from draftproof.server.schemas import Body
 
@@ -22,6 +22,9 @@ _Read = TypeVar("_Read", bound=Body)
 
 async def body_of(request: Request, kind: type[_Read], most: int, *, lenient: bool) -> _Read:
     """The body of a request, limited in bytes; `lenient` drops unknown fields, which are otherwise refused."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise ApiError(f"expected a body without Content-Encoding, got {quoted(encoding)}")
     content = await bytes_of(request, most)
     return validated(kind, _parsed(content, request.headers.get("content-type", "")), lenient=lenient)
 
