@@ -37,13 +37,12 @@ def test_largest_numbers_of_quantized_weights(bits, group, sign):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not runs_here("x86-64-v3"), reason="the level that adds in 16 bits does not run here")
-def test_twice_the_steps_in_16_bits_are_seen(monkeypatch, tmp_path):
+def test_twice_the_steps_in_16_bits_are_seen(tmp_path):
     sources = shutil.copytree(library.SOURCES, tmp_path / "c")
     right = (sources / "lanes.h").read_text(encoding="utf-8")
     assert right.count(HALVES[0]) == 1
     (sources / "lanes.h").write_text(right.replace(*HALVES), encoding="utf-8")
-    monkeypatch.setattr(library, "SOURCES", sources)
-    library.compile_library(tmp_path / "library.so", library.level_named("x86-64-v3"))
+    library.compile_library(tmp_path / "library.so", library.level_named("x86-64-v3"), source=sources)
     made = Operations(ctypes.CDLL(str(tmp_path / "library.so")), torch.float32, "x86-64-v3")
     with pytest.raises(AssertionError):
         require_largest(made, 4, 128, 1)

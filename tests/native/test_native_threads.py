@@ -213,14 +213,14 @@ WRONG = {
 @pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("mistake", WRONG)
-def test_a_wrong_pool_is_seen(mistake, monkeypatch, tmp_path):
+def test_a_wrong_pool_is_seen(mistake, tmp_path):
     sources = shutil.copytree(library.SOURCES, tmp_path / "c")
     source = sources / "pool.c"
     right = source.read_text(encoding="utf-8")
     assert right.count(WRONG[mistake][0]) == 1
     source.write_text(right.replace(*WRONG[mistake]), encoding="utf-8")
-    monkeypatch.setattr(library, "SOURCES", sources)
-    library.compile_library(tmp_path / "portable.so", library.level_named("portable"), extra=("-O1",))
+    portable = library.level_named("portable")
+    library.compile_library(tmp_path / "portable.so", portable, extra=("-O1",), source=sources)
     code = f"from pathlib import Path; from draftproof.native import build; build.PACKAGED = Path({str(tmp_path)!r})\n"
     environment = os.environ | {threads.VARIABLE: "pool", "DRAFTPROOF_NATIVE": "portable"}
     command = [sys.executable, "-c", code + PROGRAM.replace("range(5)", "range(0)")]

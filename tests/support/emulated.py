@@ -37,10 +37,10 @@ def needs_emulation(test):
     return pytest.mark.slow(pytest.mark.skipif(missing() is not None, reason=str(missing()))(test))
 
 
-def cross_compile(level: library.Level, out: Path, *extra: str) -> None:
+def cross_compile(level: library.Level, out: Path, *extra: str, source: Path = library.SOURCES) -> None:
     """Compile the library of a level of Arm processors, with the flags that it has on these."""
     with mock.patch.dict(os.environ, CC=COMPILER):
-        library.compile_library(out, level, extra=extra)
+        library.compile_library(out, level, extra=extra, source=source)
 
 
 def _mapped(process: int | str) -> list[tuple[int, int]]:
