@@ -203,7 +203,7 @@ def _stop_reason(
 def _input(arguments: str) -> dict[str, Any]:
     """The arguments of a call; where the answer was cut off before or within them, as much as is there."""
     try:
-        found: dict[str, Any] = from_json(arguments or "{", allow_partial=True)
+        found: dict[str, Any] = from_json(arguments.strip() or "{", allow_partial=True)
     except ValueError:
         message = "the arguments of a call cannot be read: ask for a stream, which sends them as they are"
         raise ApiError(message, status=500) from None
