@@ -491,6 +491,20 @@ def test_a_draft_model_reads_what_it_missed_after_drafts_would_have_paid_for_it(
     assert least <= waited <= most
 
 
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(("left", "tried"), [(LOSS, True), (-1.0, False)])
+def test_no_trial_is_run_in_debt_though_costs_are_unknown(left, tried):
+    stopper = Auto(assumed=AcceptanceRates(0.1, 0.1))
+    stopper.costs.passes.allowance.left = left
+    lengths = []
+    for _ in range(4):
+        stopper.begin([0])
+        lengths.append(stopper.length(0))
+        stopper.observe(0, 0, 0)
+        stopper.spent(RoundTime(0.0, 1.0, 1, 0, 0))
+    assert any(lengths) is tried
+
+
 def world_costs(rows, draft, token):
     """Costs as an earlier run has learned them."""
     costs = LearnedCosts()
