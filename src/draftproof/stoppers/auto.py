@@ -173,7 +173,8 @@ class Auto(StopperBase):
         rounds = 1 + (self._catches_up and self._must_catch_up(members))
         self._credit -= 1
         wanted = min(best.length or TRIAL, 2 * TRIAL)
-        return self._trial(members, wanted, best.drafts, rounds)
+        # A debt may come from one outlier, and only a trial shows that.
+        return self._trial(members, wanted, best.drafts, rounds) or DraftPlan(1, best.drafts, measures=True)
 
     def _waits(self, members: Sequence[RequestRates], gain: float) -> bool:
         """Whether a draft model should not read yet what others have drafted, since a request may end before that pays.

@@ -168,6 +168,10 @@ class Allowance:
         scale = math.sqrt(rows)
         self.left = max(min(self.left + REGAIN + gained * scale, LOSS), -DEBT * scale)
 
+    def forgive(self) -> None:
+        """End a debt, since losses were counted with costs that were far too high."""
+        self.left = max(self.left, 0.0)
+
 
 class DraftCosts:
     """The cost of a round with a draft apart from drafting, in plain rounds of the same number of requests.
@@ -212,8 +216,11 @@ class DraftCosts:
         # A plain round is only compared with its neighbours: a single outlier must not look like a change.
         if other is not None and size_class(other.rows) == size and bool(other.nodes) != bool(time.nodes):
             wide, plain = (time, other) if time.nodes else (other, time)
+            before = self.rest(time.rows, wide.nodes)
             line.add(wide.nodes, wide.rest / max(plain.rest, 1e-9), wide.nodes)
             self.version += 1
+            if self.rest(time.rows, wide.nodes) * DOUBT < before:
+                self.allowance.forgive()
         self._newest = time
         if time.nodes:
             self.version += 1  # there may be a figure of drafting
