@@ -457,6 +457,14 @@ def test_unknown_paths_and_methods_have_the_same_form_of_error(base):
     assert answer.headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize(("path", "status"), [("/health", 200), ("/v1/models", 200), ("/v1/completions", 405)])
+def test_head_answers_as_get_without_a_body(base, path, status):
+    answers = [httpx.request(method, base + path) for method in ("HEAD", "GET")]
+    assert [answer.status_code for answer in answers] == [status, status]
+    assert [len(answer.content) > 0 for answer in answers] == [False, True]
+    assert answers[0].headers["content-type"] == answers[1].headers["content-type"]
+
+
 def test_a_model_without_a_chat_template_says_so():
     engine = small_engine()
     engine.tokenizer.chat_template = None

@@ -131,6 +131,8 @@ class Access:
         facts: dict[str, Any] = {"request_id": request_id, "method": scope["method"], "path": path}
         state = scope.setdefault("state", {})
         state["facts"], state["key"] = facts, self._owner(given)
+        if head := scope["method"] == "HEAD":  # as monitors ask: what GET answers, without its body
+            scope = {**scope, "method": "GET"}
         start = time.perf_counter()
 
         async def noting(message: Message) -> None:
@@ -140,6 +142,8 @@ class Access:
                 headers["x-request-id"] = request_id
                 if is_anthropic(scope["path"]):
                     headers["request-id"] = request_id
+            elif head:
+                message["body"] = b""
             await send(message)
 
         counts = scope["method"] == "POST"
