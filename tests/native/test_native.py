@@ -11,6 +11,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -1316,12 +1317,19 @@ def wrong(name, made):
     return lambda patch: patch.setattr(Operations, name, made)
 
 
+def full_disk(patch):
+    """Nothing kept, and no space to compile in: no compiler may start."""
+    patch.setattr(library, "_FLAGS", ("--no-such-flag",))
+    patch.setattr(library.shutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 20))
+
+
 LACKING = {
     "no compiler": (lambda patch: patch.setattr(library.shutil, "which", lambda _: None), "no C compiler"),
     "system": (lambda patch: patch.setattr(library.sys, "platform", "beos"), "this is beos"),
 }
 BROKEN = {
     "compiler": (lambda patch: patch.setattr(library, "_FLAGS", ("--no-such-flag",)), "failed"),
+    "space": (full_disk, "got 3 MiB: free some, or name another folder in the variable TMPDIR"),
     "products": (wrong("product", lambda _, x, w, b=None: 1.1 * x @ w.to_dense().T + b), "off by"),
     "legal": (wrong("legal", lambda *_: True), "NaN or infinite logits"),
     "spread": (wrong("spread", lambda _, x, *rest: F.pad(x, (0, rest[-1] - x.shape[1]))), "not where they belong"),

@@ -32,6 +32,7 @@ PACKAGED = Path(__file__).parent / "built"  # filled when a wheel is built
 SUFFIXES = {"linux": ".so", "darwin": ".dylib", "win32": ".dll"}  # of libraries, by `sys.platform`
 MACHINES = {"arm64": "aarch64", "AMD64": "x86_64"}  # of macOS and of Windows, by their names on Linux
 _FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-pthread")
+_SPACE = 64 << 20  # bytes that compilers need for passing files, with some to spare
 _TIMEOUT = 900  # seconds for a compiler: portable code takes 140 of a fast processor
 _KEPT = Store("native", most=16, most_bytes=256 << 20)  # libraries of earlier versions and other machines go
 _log = logging.getLogger(__name__)
@@ -262,6 +263,11 @@ def _digest(level: Level) -> str:
 def build(level: Level) -> tuple[str, bytes]:
     """Build a library: its name, which contains the hash of its content, and the content."""
     with tempfile.TemporaryDirectory(prefix="draftproof-") as passing:
+        if (free := shutil.disk_usage(passing).free) < _SPACE:  # a compiler would notice only after minutes
+            raise UserError(
+                f"expected {_SPACE >> 20} MiB for compiling in {tempfile.gettempdir()}, got {free >> 20} MiB: "
+                "free some, or name another folder in the variable TMPDIR"
+            )
         built = Path(passing) / "library.so"
         compile_library(built, level)
         content = built.read_bytes()
