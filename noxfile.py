@@ -59,7 +59,7 @@ def docs(session: nox.Session) -> None:
     """The documentation site, without a warning."""
     folder = session.create_tmp()
     env = {"NO_MKDOCS_2_WARNING": "1"}
-    session.run("mkdocs", "build", "--strict", "--quiet", "--site-dir", folder, env=env)
+    session.run("mkdocs", "build", "--strict", "--site-dir", folder, env=env)  # --quiet hides warnings from --strict
 
 
 @nox.session

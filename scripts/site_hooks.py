@@ -18,8 +18,9 @@ from mkdocs.structure.files import File, Files
 from draftproof.cli import COMMANDS, app
 
 ROOT = Path(__file__).resolve().parent.parent
-# files of the repository that are pages of the site
+# files of the repository that are in the site, most of them as pages
 PAGES = {
+    "CITATION.cff": "CITATION.cff",
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -49,10 +50,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def site_links(text: str) -> str:
-    """The text of a file at the root of the repository, with its links changed to those of the site.
-
-    A link to a file that is not a page becomes the file's name.
-    """
+    """The text of a file at the root of the repository, with its links changed to those of the site."""
 
     def moved(match: re.Match[str]) -> str:
         goal = match[2]

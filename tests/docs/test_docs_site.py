@@ -42,7 +42,7 @@ def elsewhere(address):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]  # --quiet hides warnings
     paths = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": paths}
     made = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
