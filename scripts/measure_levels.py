@@ -5,8 +5,9 @@
 One thread, and its processor time, so that other work on the machine counts little: the best of several turns. Weights
 lie in half of the second cache, and in memory, many times the size of the last cache. "Share" is the least time that
 the executed instructions allow, of the time that they took: single steps of a child process count instructions, and
-their speeds are measured here (scripts/instructions.py). What does not grow with a weight's outputs (inputs that are
-rounded, and the call itself) is taken off times and counts. It takes half an hour, and more beside other work.
+their speeds are measured here (scripts/instructions.py). "Time / least" is the time over that of the fewest
+instructions that a form needs (scripts/least_counts.py). What does not grow with a weight's outputs (inputs that are
+rounded, and the call itself) is taken off times and counts. It takes 25 minutes on a quiet machine.
 """
 
 from __future__ import annotations
@@ -15,30 +16,38 @@ import ctypes
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import common
 import torch
 from instructions import Instruction, best, counted, least_seconds, shown
+from least_counts import least_count
 
 from draftproof.native import build as library
-from draftproof.native.ggml import TYPES, GGMLWeight, Segment, repacked_shape
+from draftproof.native.ggml import LAYOUTS, GGMLWeight, Segment, repacked_shape
 from draftproof.native.operations import Operations
 from draftproof.native.structures import AttentionArguments, PassMask, ggml_inputs_size, quantized_inputs_size
-from draftproof.native.tensors import LANES, Interleaved, Quantized
+from draftproof.native.tensors import LANES, UNITS, Interleaved, Quantized
 from draftproof.provenance import run_facts
 from draftproof.results import Results, table
 
 INS = 1024
 HEAD, QUERIES = 128, 6  # of attention: numbers of a head, and query heads for a key head
 ROWS = (*range(1, 9), 40)  # the last stands for a prompt
-COUNTS = (1, 5)  # rows of which instructions are counted; of attention, which has more, the first
+COUNTS = (1, 5, 40)  # rows of which instructions are counted; of attention, those of five stand for the last
 STEP = {"bfloat16": 12 * LANES}  # outputs that every tile of a form divides
 COUNTED = 256  # inputs, or keys, where instructions are counted
-FORMS = ("bfloat16", "Q8_0", "Q6_K", "Q5_0", "Q4_K", "Q4_0", "quantized:8", "quantized:4", "keys:16", "keys:8")
+FEW_FORMS = ("bfloat16", "float32", "quantized:4", "Q8_0", "Q4_K", "keys:16")
+FORMS = (
+    *("bfloat16", "float32", "quantized:8", "quantized:4", "Q8_0", "Q6_K", "Q5_K", "Q5_0", "Q4_K", "Q4_0", "IQ4_XS"),
+    *("MXFP4", "Q3_K", "Q2_K", "NF4", "keys:16", "keys:8"),
+)
+IN_FULL = ("x86-64-v3", "x86-64-v3-vnni")  # levels with all forms beside the best; others have the few
 IN_MEMORY = 256 << 20
+MEMORY = ("memory, 1", "5 / 1", "5 / 1, all threads")
 _SECOND_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
 
 
@@ -66,14 +75,15 @@ def numbers(*shape: int) -> torch.Tensor:
 
 
 def product(loaded: ctypes.CDLL, form: str, outs: int, ins: int, rows: int, threads: int) -> Case:
-    """A product of some rows of bfloat16 with a weight of a form."""
-    x, y = torch.randn(rows, ins).bfloat16(), torch.empty(rows, outs, dtype=torch.bfloat16)
+    """A product of some rows with a weight of a form: of bfloat16, and of float32 with the form of that name."""
+    dtype = torch.float32 if form == "float32" else torch.bfloat16
+    x, y = torch.randn(rows, ins).to(dtype), torch.empty(rows, outs, dtype=dtype)
     weight: Interleaved | Quantized | GGMLWeight
     memory, more = 0, tuple[int, ...]()
-    if form == "bfloat16":
-        run = loaded.draftproof_product_bfloat16
-        blocks = numbers(*Interleaved.shape(outs, ins, 2)[:3], 4)
-        weight = Interleaved(blocks.view(torch.bfloat16), outs, ins)
+    if form in ("bfloat16", "float32"):
+        run = loaded.draftproof_product_float if form == "float32" else loaded.draftproof_product_bfloat16
+        blocks = numbers(*Interleaved.shape(outs, ins, UNITS[dtype])[:3], 4)
+        weight = Interleaved(blocks.view(dtype), outs, ins)
     elif form.startswith("quantized"):
         bits, group = int(form[-1]), 32 if form[-1] == "4" else 64
         run, memory, more = (
@@ -84,7 +94,7 @@ def product(loaded: ctypes.CDLL, form: str, outs: int, ins: int, rows: int, thre
         blocks = numbers(*Quantized.shape(outs, ins, bits, group))
         weight = Quantized(blocks, outs, ins, bits, group)
     else:
-        kind = next(number for number, each in TYPES.items() if each.name == form)
+        kind = next(number for number, each in LAYOUTS.items() if each.name == form)
         run, memory = loaded.draftproof_ggml_product_bfloat16, ggml_inputs_size(rows, ins)
         blocks = numbers(*repacked_shape(outs, ins, kind))
         weight = GGMLWeight((Segment(blocks, outs, kind),), ins)
@@ -174,8 +184,50 @@ def five_over_one(loaded: ctypes.CDLL, form: str, threads: int) -> float:
     return seconds(5) / seconds(1)
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
+@dataclass(frozen=True)
+class Bound:
+    """What instructions allow, for some rows of a form at a level.
+
+    Attributes:
+        executed: instructions for 256 products, as counted: those that multiply, on vectors, that read memory, all.
+        least: the same of the fewest that the form needs; None where no formula is known.
+        share: the least time of the executed instructions, of the time that they took.
+        over_least: the time, as a multiple of that of the fewest; None where no formula is known.
+    """
+
+    executed: str
+    least: str | None
+    share: float
+    over_least: float | None
+
+
+def bounds(loaded: ctypes.CDLL, level: str, form: str, cached: list[tuple[float, float, int]]) -> list[Bound]:
+    """The bounds for the rows of `COUNTS`."""
+    made, run, of = [], Counter[Instruction](), 1
+    for rows in COUNTS:
+        if rows == COUNTS[0] or rows != max(ROWS) or not form.startswith("keys"):
+            run, of = instructions_of(loaded, form, rows)
+        took, _, products = cached[ROWS.index(rows)]
+        least, share = least_count(level, form, rows), least_seconds(run) / of * products / took
+        over = took / products * 256 / least_seconds(least) if least else None
+        made.append(Bound(shown(run, of), shown(least, 256) if least else None, share, over))
+    return made
+
+
+def line(form: str, found: Mapping[str, Any]) -> list[str]:
+    """The cells of a form in the table of a level."""
+    (took, _, products), known = found["cache"][-1], found["bounds"]
+    vectors = (f"{each.executed.split(' / ')[1]} ({(each.least or '? / ?').split(' / ')[1]})" for each in known)
+    return [
+        form,
+        *(f"{speed / 1e9:.1f}" for _, speed, _ in found["cache"][:-1]),
+        f"{products / took / 1e9:.0f}",
+        " / ".join(f"{each.share:.0%}" for each in known),
+        " / ".join("?" if each.over_least is None else f"{each.over_least:.2f}" for each in known),
+        " / ".join(vectors),
+        f"{found['memory'][0][1] / 1e9:.1f}",
+        *(f"{ratio:.2f}" for ratio in found["five"]),
+    ]
 
 
 def main() -> None:
@@ -183,59 +235,48 @@ def main() -> None:
     parser = common.parser(__doc__)
     levels = [level.name for level in library.choose()]
     parser.add_argument("--level", nargs="+", default=levels, choices=levels)
-    parser.add_argument("--form", nargs="+", default=list(FORMS), choices=FORMS)
+    parser.add_argument("--form", nargs="+", choices=FORMS, help="default: all, and a few at some levels")
     parser.add_argument("--turns", type=int, default=9)
     options = parser.parse_args()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    facts, near, far, counts, raw = run_facts(), [], [], [], {}
+    facts, raw, tables = run_facts(), {}, []
     for name in options.level:
-        loaded = library.load(library.level_named(name))
-        Operations(loaded, torch.bfloat16, name)  # says what arguments C takes
-        for form in options.form:
+        level = library.level_named(name)
+        loaded = library.load(level)
+        for dtype in UNITS:
+            Operations(loaded, dtype, name)  # says what arguments C takes
+        rows = []
+        for form in options.form or (FORMS if name in (levels[0], *IN_FULL) else FEW_FORMS):
             cached = measured(loaded, form, second_cache() // 2, options.turns)
             distant = measured(loaded, form, IN_MEMORY, min(options.turns, 3))[:-1]
-            known = COUNTS[:1] if form.startswith("keys") else COUNTS
-            runs = {rows: instructions_of(loaded, form, rows) for rows in known}
-            shares = {}
-            for rows, (took, _, products) in zip(ROWS, cached, strict=True):
-                if rows in runs:
-                    run, counted_products = runs[rows]
-                    shares[rows] = least_seconds(run) / counted_products * products / took
-            speeds = [f"{speed / 1e9:.1f}" for _, speed, _ in cached[:-1]]
-            took, _, products = cached[-1]
-            prompt = f"{products / took / 1e9:.1f}"
-            near.append([name, form, *speeds, prompt, *(_percent(shares.get(rows)) for rows in COUNTS)])
-            times = [took for took, _, _ in distant]
-            ratios = times[4] / times[0], five_over_one(loaded, form, threads)
-            far.append([name, form, *(f"{speed / 1e9:.1f}" for _, speed, _ in distant), *(f"{r:.2f}" for r in ratios)])
-            counts.append([name, form, *(shown(*runs[rows]) if rows in runs else "" for rows in COUNTS)])
-            raw[f"{name}, {form}"] = {"cache": cached, "memory": distant, "share": shares, "five": ratios}
-            common.say(options, *near[-1])
-            common.say(options, *far[-1])
-            common.say(options, *counts[-1])
-    heads = ["level", "form", *map(str, ROWS[:-1])]
+            found = {
+                "cache": cached,
+                "memory": distant,
+                "five": (distant[4][0] / distant[0][0], five_over_one(loaded, form, threads)),
+                "bounds": bounds(loaded, name, form, cached) if level.machine == "x86_64" else [],
+            }
+            rows.append(line(form, found))
+            raw[f"{name}, {form}"] = found | {"bounds": [vars(each) for each in found["bounds"]]}
+            common.say(options, name, *rows[-1])
+        heads = ("form", *map(str, ROWS[:-1]), "prompt", "share", "time / least", "instructions", *MEMORY)
+        tables += ["", f"## {name}", "", *table(heads, rows)]
     lines = [
-        f"One thread, processor time, the best of {options.turns} turns; rows of bfloat16. `keys:16` is",
-        f"attention over keys and values of 16 bits with {QUERIES} query heads for a key head of {HEAD} numbers,",
-        "by tokens.",
+        f"One thread, processor time, the best of {options.turns} turns; rows of bfloat16, and of float32 with weights",
+        "of float32. `keys:16` and `keys:8` are attention over keys and values of 16 and 8 bits, by tokens, with",
+        f"{QUERIES} query heads for a key head of {HEAD} numbers. Columns:",
         "",
-        f"## Weights in half of the second cache ({second_cache() >> 10} KiB): GB/s by rows",
-        "",
-        f"Then products a second (10^9) of {ROWS[-1]} rows, a prompt; and shares of the bound, by rows.",
-        "",
-        *table([*heads, "prompt", *(f"share, {rows}" for rows in COUNTS)], near),
-        "",
-        f"## Weights in memory ({IN_MEMORY >> 20} MiB): GB/s by rows, and the time of five rows over one",
-        "",
-        f"The last column is with {threads} threads, by the clock; they share the way to memory.",
-        "",
-        *table([*heads, "5 / 1", "5 / 1, all threads"], far),
-        "",
-        "## Instructions for 256 products: those that multiply, on vectors, that read memory, all",
-        "",
-        *table(["level", "form", *(f"rows: {rows}" for rows in COUNTS)], counts),
+        f"- **1 to 8**: GB/s by rows, with weights in half of the second cache ({second_cache() >> 10} KiB).",
+        f"- **prompt**: 10^9 products a second of {ROWS[-1]} rows, the same weights.",
+        "- **share**: the least time of the executed instructions, of the time that they took: one row, five, prompt.",
+        "- **time / least**: the time, as a multiple of that of the fewest instructions that the form needs (formulas",
+        "  in `scripts/least_counts.py`): one row, five, prompt.",
+        "- **instructions**: those on vectors for 256 products as counted, and the fewest: one row, five, prompt.",
+        f"- **{MEMORY[0]}**: GB/s of one row, with weights in memory ({IN_MEMORY >> 20} MiB).",
+        f"- **{MEMORY[1]}**: how long five rows take there, as a multiple of one row; then by the clock with {threads}",
+        "  threads, which share the way to memory.",
+        *tables,
     ]
     common.deliver(options, Results("Levels of processors by form of weights", lines, {"levels": raw}, facts))
 
