@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -174,6 +175,7 @@ def measured(loaded: ctypes.CDLL, form: str, size: int, turns: int) -> list[tupl
 
 def five_over_one(loaded: ctypes.CDLL, form: str, threads: int) -> float:
     """How long five rows take with all threads and weights in memory, as a multiple of one row."""
+    torch.set_num_threads(threads)  # attention has working memory for so many
 
     def seconds(rows: int) -> float:
         large, small = (
@@ -239,22 +241,25 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=9)
     options = parser.parse_args()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     facts, raw, tables = run_facts(), {}, []
-    for name in options.level:
-        level = library.level_named(name)
-        loaded = library.load(level)
-        for dtype in UNITS:
-            Operations(loaded, dtype, name)  # says what arguments C takes
-        rows = []
-        for form in options.form or (FORMS if name in (levels[0], *IN_FULL) else FEW_FORMS):
+    forms = {name: options.form or (FORMS if name in (levels[0], *IN_FULL) else FEW_FORMS) for name in options.level}
+    libraries = {name: library.load(library.level_named(name)) for name in options.level}
+    for (name, loaded), dtype in itertools.product(libraries.items(), UNITS):
+        Operations(loaded, dtype, name)  # says what arguments C takes
+    # first, since this is by the clock, and needs a quiet machine
+    together = {(name, form): five_over_one(libraries[name], form, threads) for name in forms for form in forms[name]}
+    torch.set_num_threads(1)
+    common.say(options, f"all {threads} threads: done")
+    for name, loaded in libraries.items():
+        level, rows = library.level_named(name), []
+        for form in forms[name]:
             cached = measured(loaded, form, second_cache() // 2, options.turns)
             distant = measured(loaded, form, IN_MEMORY, min(options.turns, 3))[:-1]
             found = {
                 "cache": cached,
                 "memory": distant,
-                "five": (distant[4][0] / distant[0][0], five_over_one(loaded, form, threads)),
+                "five": (distant[4][0] / distant[0][0], together[name, form]),
                 "bounds": bounds(loaded, name, form, cached) if level.machine == "x86_64" else [],
             }
             rows.append(line(form, found))
