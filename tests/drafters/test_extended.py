@@ -7,14 +7,17 @@ import torch
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.audit.compositions import PROMPT, toy_engine, toy_target
+from draftproof.backends.hf.backend import HFBackend
 from draftproof.draft import Draft
 from draftproof.drafters import extended as module
 from draftproof.drafters.extended import ExtendedDrafter
 from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.engine.registry import find_drafter, why_not
+from draftproof.engine.registry import find_drafter, make_drafter, why_not
 from draftproof.sampling import SamplingParams as Params
 from draftproof.testing import engine_distribution, target_distribution, total_variation
 from draftproof.tree import TokenTree
+from support import published
+from support.helpers import assert_other_rows_are_seen, assert_output_distribution, tiny_llama
 from type_checks import checks_off
 
 REPEATING = "Tim had a red ball. Tim had a big dog. Tim had a red ball. Tim had a big dog. Tim had a red ball."
@@ -40,6 +43,30 @@ def test_the_toy_of_the_compositions_extends_some_chains(monkeypatch):
     assert distance("block") < 1e-12
     assert {own for own, _ in sizes} == {2}
     assert len(sizes) > 30
+
+
+@pytest.mark.grid(1)
+@pytest.mark.parametrize(("name", "rule"), [("dspark", "block"), ("eagle3", "token"), ("mtp", "block")])
+def test_an_extension_of_a_heads_chain_leaves_the_distribution(name, rule, tmp_path, monkeypatch):
+    """By enumeration, on models of three tokens, by the name that a user writes."""
+    if name == "mtp":
+        made = published.predicting(tmp_path, "deepseek_v3", monkeypatch, vocab=3, dtype=torch.float64)
+        target, head = HFBackend(made, name="tiny"), name
+    else:
+        target = tiny_llama()
+        head = f"{name}:{published.WRITERS[name](tmp_path / 'head', target)}"
+    sizes = []
+    extended = module.extended
+    monkeypatch.setattr(module, "extended", lambda draft, *rest: sizes.append(len(draft)) or extended(draft, *rest))
+
+    def make():
+        return make_drafter(f"{head}+suffix:2", target=target, draft=None, stopper="fixed:1")
+
+    options = {"length": 4, "prompt": (0, 2, 1, 0, 2)}
+    assert make().name == f"{name}+suffix:2"
+    assert_output_distribution(target, make, rule, **options)
+    assert sizes.count(1) > 30
+    assert_other_rows_are_seen(target, make, rule, first=1, tolerance=1e-4, **options)
 
 
 def test_an_extension_with_another_q_is_detected(monkeypatch):

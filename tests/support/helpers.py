@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -125,3 +126,29 @@ def assert_output_distribution(target, make_drafter, rule, *, length, tolerance=
         each = [rows[start + place, token] for place, token in enumerate(tokens)]
         expected[tokens] = float(torch.stack(each).prod().detach())
     assert total_variation(found, expected) < tolerance, "the rules work on float32 rows"
+
+
+def with_other_rows(make_drafter, first=0):
+    """Make drafters as another maker does, whose rows of q from the given one on are not those that were drawn from."""
+
+    def make():
+        drafter = make_drafter()
+        propose = drafter.propose
+
+        def lying(requests, rng):
+            drafts = propose(requests, rng)
+            for draft in drafts:
+                if len(draft) > first:
+                    draft.probs[first:] = 0.5 * draft.probs[first:].roll(1, -1) + 0.5 / draft.probs.shape[-1]
+            return drafts
+
+        drafter.propose = lying
+        return drafter
+
+    return make
+
+
+def assert_other_rows_are_seen(target, make_drafter, rule, *, first=0, **options):
+    """Assert that the same enumeration fails with rows of q that were not drawn from: its negative control."""
+    with pytest.raises(AssertionError, match="the rules work on"):
+        assert_output_distribution(target, with_other_rows(make_drafter, first), rule, **options)

@@ -2,7 +2,7 @@
 
 import functools
 
-from draftproof.backends.hf.snapshots import SnapshotBackend
+from draftproof.backends.hf.snapshots import SnapshotBackend, SnapshotSession
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from support.architectures.tiny import tiny_config, tiny_model
 
@@ -22,3 +22,14 @@ def backend(name):
 def by_modules(name):
     """Read by transformers' own modules."""
     return SnapshotBackend(model(name), name=name)
+
+
+def take_refused_states(monkeypatch):
+    """From now on a state after refused drafts is taken for the one before them: a negative control."""
+
+    def advanced(self, length):
+        self._marks = self._marks[-1:]
+        self._settled = True
+        return length
+
+    monkeypatch.setattr(SnapshotSession, "_reachable", advanced)

@@ -96,36 +96,116 @@ STOPPERS: dict[str, Toy] = {
     "ratio": Toy(lambda: Ratio(_head("log_ratio"), 0.6, 3), tokens=4, slow=True),
     "approximate": Toy(lambda: Approximate(_head("verifier"), 0.6, 3), tokens=4, slow=True),
 }
-# Drafters that read what tables do not have: with which rules, and where they are enumerated.
+
+
+class Elsewhere(NamedTuple):
+    """What the toys above are not: what drafts, with which rules, and the tests that enumerate it."""
+
+    what: str
+    rules: str
+    tests: tuple[str, ...]
+
+
+def _elsewhere(what: str, rules: str, file: str, *names: str) -> Elsewhere:
+    return Elsewhere(what, rules, tuple(f"{file}::test_{name}" for name in names))
+
+
 ELSEWHERE = (
-    ("`feature_head`", "block, token, trie_block", "`backends/heads/test_feature_head.py`"),
-    (
+    _elsewhere(
+        "`early_exit`",
+        "block, token, trie_block",
+        "engine/test_early_exit.py",
+        "exact_output_distribution_on_a_real_model",
+    ),
+    _elsewhere(
+        "`quantized`",
+        "block, token, match, trie_block, spectr, traversal",
+        "backends/products/test_quantized.py",
+        "exact_output_distribution",
+    ),
+    _elsewhere(
+        "`feature_head`",
+        "block, token, trie_block",
+        "backends/heads/test_feature_head.py",
+        "exact_output_distribution_on_a_real_model",
+    ),
+    _elsewhere(
         "`eagle3`, `peagle`, `dflash`, `dspark`, `dflash2`, `eagle`, `medusa`",
         "block, token, trie_block",
-        "`backends/heads/test_published_heads.py`",
+        "backends/heads/test_published_heads.py",
+        "exact_output_distribution",
     ),
-    (
+    _elsewhere(
+        "the same in few bits, and over an output layer in few bits",
+        "block",
+        "backends/heads/test_rounded_heads.py",
+        "exact_output_distribution",
+        "exact_output_distribution_with_a_rounded_output_layer_of_the_target",
+    ),
+    _elsewhere(
         "`dspark` with the stopper `predicted`; second tokens of `dspark` and `dflash2`",
         "block, token, trie_block",
-        "`backends/heads/test_kindred_of_dflash.py`",
+        "backends/heads/test_kindred_of_dflash.py",
+        "predictions_leave_the_output_distribution_exact",
+        "second_tokens_are_exact_and_a_false_row_of_theirs_is_detected",
     ),
-    ("heads on models with recurrent layers", "block, token", "`backends/heads/test_recurrent_targets.py`"),
-    ("`mtp`, one layer and two", "block, token", "`backends/heads/test_prediction_layers.py`"),
-    ("`mtp` of Qwen3.5", "block", "`backends/heads/test_qwen_prediction_layer.py`"),
-    (
+    _elsewhere(
+        "`eagle3`, `peagle`, `dflash`, `dspark`, `eagle`, `medusa`, `feature_head` on models with recurrent layers",
+        "block, token",
+        "backends/heads/test_recurrent_targets.py",
+        "exact_output_distribution",
+    ),
+    _elsewhere(
+        "`mtp`, one layer and two",
+        "block, token",
+        "backends/heads/test_prediction_layers.py",
+        "exact_output_distribution",
+    ),
+    _elsewhere(
+        "`mtp` and `mtp:HEAD` of Qwen3-Next and Qwen3.5, dense and with experts",
+        "block, token",
+        "backends/heads/test_qwen_prediction_layer.py",
+        "exact_output_distribution",
+        "exact_output_distribution_with_a_rounded_output_layer",
+    ),
+    _elsewhere(
+        "`mtp` in `.gguf` files",
+        "block, token",
+        "backends/loading/test_gguf_prediction.py",
+        "the_output_distribution_is_that_without_drafts",
+    ),
+    _elsewhere(
         "`assistant`, from its own q and greedily",
         "block, token, trie_block",
-        "`backends/heads/test_gemma_assistants.py`",
+        "backends/heads/test_gemma_assistants.py",
+        "exact_output_distribution",
+        "greedy_drafts_are_point_masses_and_exact",
     ),
-    (
+    _elsewhere(
         "a draft model with another vocabulary (TLI), one chain and trees",
         "token, block, gumbel, match; trie_block, traversal, multi_round",
-        "`backends/translation/test_translated_draft.py`",
+        "backends/translation/test_translated_draft.py",
+        "the_output_distribution_is_the_targets",
+        "the_output_distribution_is_the_targets_with_trees",
     ),
-    (
+    _elsewhere(
+        "`dspark`, `eagle3` and `mtp` with `+suffix`",
+        "block, token",
+        "drafters/test_extended.py",
+        "an_extension_of_a_heads_chain_leaves_the_distribution",
+    ),
+    _elsewhere(
         "`auto` with `eagle3`, `dspark`, `medusa`, `dflash2` or `mtp`, lookups, and chains that they extend",
         "block, token, gumbel",
-        "`drafters/test_auto_heads.py`",
+        "drafters/test_auto_heads.py",
+        "the_distribution_with_a_head_a_lookup_and_nothing_in_turns",
+    ),
+    _elsewhere(
+        "two requests with one budget (`--draft-budget`): their joint distribution, also while `auto` changes drafters",
+        "block, token, gumbel, trie_block",
+        "engine/test_draft_budget.py",
+        "the_joint_distribution_of_two_requests_with_one_budget",
+        "the_joint_distribution_while_drafters_change",
     ),
 )
 UNSTOPPED = tuple(name for name in DRAFTERS if name in PARTS and not PARTS[name].stops)  # drafters without a stopper
@@ -230,12 +310,12 @@ def markdown(made: Sequence[Composition]) -> str:
         "`greedy_block`; `chains`, `tree` and `wide` are refused.",
         "",
         "Heads, prediction layers and draft models with another vocabulary compose like `model`, and `HEADxK` like",
-        "`chains`, but not with `greedy_block`. They read a model's states or tokens, which tables do not have.",
-        "So they are enumerated on models of three tokens in files of their own:",
+        "`chains`, but not with `greedy_block`. They read a model's states or tokens, which tables do not have, and",
+        "a budget needs two requests. So these are enumerated by tests of their own, most on models of three tokens:",
         "",
-        "| drafter | rules | enumerated in `tests/` |",
+        "| what drafts | rules | enumerated by, in `tests/` |",
         "|---|---|---|",
-        *(f"| {' | '.join(row)} |" for row in ELSEWHERE),
+        *(f"| {row.what} | {row.rules} | {'<br>'.join(f'`{test}`' for test in row.tests)} |" for row in ELSEWHERE),
         "",
         f"| rule | {' | '.join(DRAFTERS)} |",
         "|---" * (len(DRAFTERS) + 1) + "|",

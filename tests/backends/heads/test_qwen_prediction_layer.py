@@ -21,7 +21,7 @@ from draftproof.backends.products.packed_linear import RescoredProduct
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.tree import TokenTree
 from support.architectures.tiny import tiny_config, tiny_model
-from support.helpers import assert_output_distribution, random_model
+from support.helpers import assert_other_rows_are_seen, assert_output_distribution, random_model
 from support.qwen_mtp import DATA, in_blocks, own_tensors, rows, written, written_with
 
 FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -29,6 +29,8 @@ IDS = json.loads((DATA / "provenance.json").read_text())["tokens"]
 TOKENS = [5, 9, 2, 7, 11, 3, 60, 41, 17, 50, 22, 8, 30, 90, 4]
 PROMPTS = [[5, 9, 2, 7, 11, 3, 60, 41], [8, 8, 1], [70, 12, 33, 4, 4]]
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+# Heads as many as those of Qwen3.8-27B, but narrow: 6 queries for a key, and 3 values for a key of the delta rule.
+QWEN38 = {"num_attention_heads": 24, "num_key_value_heads": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 48}
 
 
 def target_of(folder):
@@ -82,6 +84,7 @@ def test_the_first_step_is_that_of_speculators(name, tmp_path):
         ("qwen3_5", {"multimodal": True}),
         ("qwen3_5_moe", {"multimodal": True}),
         ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention"]}),
+        ("qwen3_5_text", QWEN38),
     ],
 )
 @torch.inference_mode()
@@ -209,10 +212,10 @@ def test_another_structure_is_seen(what, tmp_path):
     assert largest(found, other) > 0.05
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_output_equals_transformers_token_for_token(name, tmp_path):
+@pytest.mark.parametrize(("name", "fields"), [*((name, {}) for name in FAMILIES), ("qwen3_5_text", QWEN38)])
+def test_greedy_output_equals_transformers_token_for_token(name, fields, tmp_path):
     """A batch of prompts of different lengths, by the name that `draftproof generate --drafter mtp` gives."""
-    target = target_of(written(tmp_path, name))
+    target = target_of(written(tmp_path, name, **fields))
     wanted = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
@@ -224,17 +227,30 @@ def test_greedy_output_equals_transformers_token_for_token(name, tmp_path):
     assert all(out.stats.num_draft_tokens > out.stats.num_drafts > 10 for out in outs)
 
 
-def test_exact_output_distribution(tmp_path):
-    """By enumeration, on a model with three tokens."""
-    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    folder = written(tmp_path, "qwen3_5_text", vocab=3, **ends)
-    target = LeanSnapshotBackend(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), name="tiny")
+def enumerable(folder, name):
+    """A target of three tokens in float64 with its prediction layer, and the layer's tensors."""
+    where = written(folder, name, vocab=3, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float64, experts_implementation="eager")
+    return LeanSnapshotBackend(model, name="tiny"), own_tensors(where)
+
+
+@pytest.mark.grid(3)
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("spec", ["mtp", "mtp:HEAD"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_exact_output_distribution(name, spec, rule, tmp_path):
+    """By enumeration, on models with three tokens, with their own layer and with one that speculators trains."""
+    target, own = enumerable(tmp_path / "target", name)
+    if spec == "mtp:HEAD":
+        spec = f"mtp:{head_of(tmp_path / 'head', name, own, **target.model.config.get_text_config().to_dict())}"
 
     def drafter():
-        return make_drafter("mtp", target=target, draft=None, stopper="fixed:2")
+        return make_drafter(spec, target=target, draft=None, stopper="fixed:2")
 
-    # The delta rule works in float32 in every dtype: 1.3e-7 apart, and 1e-16 if it is made to work in float64.
-    assert_output_distribution(target, drafter, "block", length=3, tolerance=3e-7)
+    # The delta rule works in float32 in every dtype, and so do the shares of experts: 3.2e-7 apart at most, as without
+    # drafts, from which the outputs differ by 1e-16.
+    assert_output_distribution(target, drafter, rule, length=3, tolerance=5e-7)
+    assert_other_rows_are_seen(target, drafter, rule, length=3, tolerance=1e-4)
 
 
 def test_exact_output_distribution_with_a_rounded_output_layer(tmp_path, monkeypatch):

@@ -11,7 +11,6 @@ pytest.importorskip("gguf", reason="the extra gguf is not installed")
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed, Session
 from draftproof.backends.heads.published.mtp import has_prediction_layers, mtp_backend
-from draftproof.backends.hf.snapshots import SnapshotSession
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.gguf_modules import read_modules
 from draftproof.backends.loading.load import load
@@ -25,6 +24,7 @@ from support.distributions import checks_off
 from support.gguf_files import write_llama
 from support.gguf_modules import module_model, prediction_read, write_modules
 from support.qwen_mtp import tensors_of, written_with
+from support.recurrent_models import take_refused_states
 
 FAMILIES = ("qwen35", "qwen35moe", "qwen3next")
 FEW, Q8_0 = (12, 14, 8), (8,)
@@ -132,12 +132,7 @@ def test_the_output_distribution_is_that_without_drafts(rule, tmp_path, monkeypa
     expected = distribution(NoDrafter)
     assert total_variation(distribution(drafter), expected) < 1e-6
 
-    def advanced(self, length):  # Negative control: a state after refused drafts is taken for the one before them.
-        self._marks = self._marks[-1:]
-        self._settled = True
-        return length
-
-    monkeypatch.setattr(SnapshotSession, "_reachable", advanced)
+    take_refused_states(monkeypatch)
     assert total_variation(distribution(drafter), expected) > 1e-4
 
 
