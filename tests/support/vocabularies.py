@@ -127,14 +127,28 @@ def renamed(source, folder, token):
     return folder
 
 
-def padded(source, folder, more=64):
-    """A copy of a model with rows for tokens that its tokenizer does not have."""
+def padded(source, folder, more=64, row=None):
+    """A copy of a model with rows for tokens that its tokenizer does not have: of zeros, or twice that of a token."""
     shutil.copytree(source, folder)
     weights = load_file(folder / "model.safetensors")
     for tensor in {"model.embed_tokens.weight", "lm_head.weight"} & weights.keys():
-        weights[tensor] = torch.cat([weights[tensor], weights[tensor].new_zeros(more, weights[tensor].shape[1])])
+        found = weights[tensor]
+        beyond = found.new_zeros(1, found.shape[1]) if row is None else 2 * found[row : row + 1]
+        weights[tensor] = torch.cat([found, beyond.expand(more, -1)])
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + more}), encoding="utf-8")
+    return folder
+
+
+def added(source, folder, row):
+    """A copy of a model with a token more, whose logit is twice that of another token."""
+    padded(source, folder, 1, row)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    token = {"id": len(content["model"]["vocab"]), "content": "<|more|>", "special": False}
+    token |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["added_tokens"].append(token)
+    path.write_text(json.dumps(content), encoding="utf-8")
     return folder

@@ -15,11 +15,14 @@ from draftproof.backends.heads.published.assistant import AssistantBackend, Assi
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.lean.module_backend import LeanModulesBackend, packing
+from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.gguf_modules import read_modules
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.engine.options import EngineOptions
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.models.gguf_file import GGUFFile
 from draftproof.tree import TokenTree
+from support.architectures.tiny import multimodal
 from support.gguf_modules import module_model, write_modules
 from support.helpers import assert_output_distribution, random_model
 from support.native_levels import needs_native
@@ -284,6 +287,25 @@ def test_output_is_the_same_alone_and_in_a_batch(kind):
     alone = [made.generate([prompt], each)[0] for prompt, each in zip(prompts, params, strict=True)]
     assert [out.token_ids for out in together] == [out.token_ids for out in alone]
     assert all(out.stats.num_draft_tokens for out in together)
+
+
+def test_an_assistant_drafts_for_a_checkpoint_for_images_and_sound(tmp_path):
+    """As Gemma 4 is published: the text is that of plain decoding, and of transformers' whole model."""
+    whole = multimodal("gemma4")
+    whole.save_pretrained(tmp_path / "target")
+    target = load_backend(str(tmp_path / "target"), LoadOptions(dtype="float32"))
+    assert target.config.model_type == "gemma4_text"
+    full = target.model.config.per_layer_config[1].head_dim
+    folder = assistant_for(tmp_path / "assistant", target, kept=50, heads=4, dims=(16, full))
+    prompts, expected = [[5, 9, 2, 7] * 9, [8, 8, 1], [70, 12, 33, 4, 4]], []
+    for prompt in prompts:
+        made = whole.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None)
+        expected.append(made[0, len(prompt) :].tolist())
+    drafter = make_drafter(f"assistant:{folder}", target=target, draft=None, stopper="fixed:3")
+    for each in (None, drafter):
+        outs = Engine(target, each).generate(prompts, SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))
+        assert [list(out.token_ids) for out in outs] == expected
+    assert all(out.stats.num_draft_tokens > out.stats.num_drafts > 3 for out in outs)
 
 
 def test_an_assistant_is_known_by_its_config():

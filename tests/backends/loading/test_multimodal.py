@@ -14,7 +14,7 @@ from draftproof.backends.loading.options import LoadOptions
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.prompts import PromptReader
 from draftproof.engine.registry import make_drafter
-from support.architectures.tiny import draw_weights, tiny_config
+from support.architectures.tiny import multimodal
 from support.helpers import tokenizer
 
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
@@ -22,6 +22,7 @@ TYPES = {  # the class that reads text, and its backend
     "llava": ({}, "LlamaForCausalLM", "lean"),
     "mistral3": ({}, "MistralForCausalLM", "lean"),
     "gemma3": ({}, "Gemma3ForCausalLM", "lean"),
+    "gemma4": ({}, "Gemma4ForCausalLM", "lean"),
     "qwen2_5_vl": ({"text_config": MROPE}, "Qwen2_5_VLForConditionalGeneration", "hf"),
     "qwen3_vl": ({}, "Qwen3VLForConditionalGeneration", "hf"),
     "lfm2_vl": ({}, "Lfm2ForCausalLM", "snapshot"),
@@ -31,12 +32,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
 def whole_model(name):
-    """A tiny random multi-modal model."""
-    torch.manual_seed(0)
-    config = tiny_config(name, **copy.deepcopy(TYPES[name][0]))
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
-    draw_weights(model, torch.Generator().manual_seed(0))
-    return model
+    return multimodal(name, **copy.deepcopy(TYPES[name][0]))
 
 
 def generated(model, prompt):

@@ -28,7 +28,7 @@ from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import TableModel, assert_lossless
 from draftproof.tree import TokenTree
 from support.helpers import backend, tokenizer
-from support.vocabularies import padded, renamed, renumbered
+from support.vocabularies import added, padded, renamed, renumbered
 
 TOKENS = TokenMap({4: 0, 1: 2}, {1: (0, 3)}.__getitem__, opening=(2,))  # the target's token 1 is written by two
 
@@ -280,9 +280,11 @@ def test_other_ids_change_nothing(copies, options):
     ]
 
 
+OFTEN = tokenizer().convert_tokens_to_ids("\u2581the")
 ALIKE = {  # vocabularies that differ a little, and whether tokens are translated at all
     "a token with another text": (lambda folder: renamed(draft_dir(), folder, "\u2581happ"), False),
     "rows without tokens": (lambda folder: padded(draft_dir(), folder), False),
+    "a token more, which the draft likes best": (lambda folder: added(draft_dir(), folder, OFTEN), False),
     "two tokens in each other's place": (lambda folder: renumbered(draft_dir(), folder, exchanged=(300, 301)), True),
 }
 
@@ -300,6 +302,14 @@ def test_a_vocabulary_that_differs_a_little_costs_no_token(what, tmp_path):
         assert other.token_ids == one.token_ids
         assert other.stats.block_efficiency == one.stats.block_efficiency > 1.5
         assert other.stats.num_draft_tokens == one.stats.num_draft_tokens
+
+
+def test_alone_the_draft_writes_the_token_that_it_has_in_addition(tmp_path):
+    """Negative control of the case above: nothing but the map keeps this token out of drafts."""
+    engine = Engine.load(str(added(draft_dir(), tmp_path / "draft", OFTEN)), drafter="none")
+    assert engine.tokenizer.convert_tokens_to_ids("<|more|>") == len(tokenizer())
+    for output in engine.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=40)):
+        assert len(tokenizer()) in output.token_ids
 
 
 def test_with_missing_tokens_less_is_accepted_and_the_text_is_the_same(copies, caplog):

@@ -6,7 +6,7 @@ import inspect
 import re
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from support.architectures.overrides import OVERRIDES, each
@@ -153,6 +153,16 @@ def tiny_model(config, seed=0):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
     draw_weights(model, torch.Generator().manual_seed(seed))
+    return model
+
+
+def multimodal(model_type, **changes):
+    """A tiny random model of text and images, always the same one; `changes` as of `tiny_config`."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = tiny_config(model_type, **changes)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    draw_weights(model, torch.Generator().manual_seed(0))
     return model
 
 
