@@ -504,6 +504,18 @@ def test_files_that_are_missing_or_pickled_are_refused(tmp_path):
     refused(f"eagle3:{folder}", "is no JSON object")
 
 
+@pytest.mark.parametrize("original", [False, True])
+def test_dspark_heads_with_layers_of_gemma_4_are_refused(tmp_path, original):
+    """In both layouts, also where the head is named without its format."""
+    folder = published.dspark(tmp_path, story_target(), original=original)
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["Gemma4DSparkModel"]
+    config.get("transformer_layer_config", config)["model_type"] = "gemma4_text"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="has layers of type 'gemma4_text': expected llama and qwen3"):
+        Engine.load("embedded:target", str(folder), check=False)
+
+
 def test_a_hub_id_is_read_from_the_hubs_cache(tmp_path, monkeypatch):
     """A head that huggingface_hub has fetched before drafts without a network."""
     from huggingface_hub import constants

@@ -457,7 +457,16 @@ def test_models_without_such_a_checkpoint_are_refused(tmp_path):
         mtp_backend(other)
 
 
-def test_qwen4_is_refused_as_every_model_whose_states_are_its_own():
-    target = PlainBackend(tiny_model(tiny_config("qwen4_exp_text")), name="qwen4")
-    with pytest.raises(UserError, match="drafted tokens cannot be taken back from qwen4"):
-        make_drafter("mtp", target=target, draft=None, stopper="fixed:2")
+@pytest.mark.parametrize("name", ["qwen4_exp_text", "deepseek_v4"])
+def test_models_whose_states_are_their_own_are_refused_whatever_is_in_mtp(name, tmp_path):
+    """DeepSeek-V4 has a DSpark head there."""
+    model = tiny_model(tiny_config(name))
+    folder = written_with(
+        tmp_path, model, {"mtp.0.markov_head.markov_w1.weight": torch.zeros(model.config.vocab_size, 4)}
+    )
+    with pytest.raises(
+        UserError, match="speculative decoding needs a decoder-only model whose keys, values and states are in"
+    ):
+        target_of(folder)
+    with pytest.raises(UserError, match=f"drafted tokens cannot be taken back from {name}"):
+        make_drafter("mtp", target=PlainBackend(model, name=name), draft=None, stopper="fixed:2")

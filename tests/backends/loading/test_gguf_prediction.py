@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("gguf", reason="the extra gguf is not installed")
+gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed, Session
@@ -185,6 +185,20 @@ def test_other_layers_are_refused_in_words_and_plain_decoding_goes_on(what, writ
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     made, plain = (Engine(each).generate(PROMPTS, params) for each in (target, read(written("qwen35")[0])))
     assert [each.token_ids for each in made] == [each.token_ids for each in plain]
+
+
+def test_heads_in_such_files_are_refused(tmp_path):
+    """As DSpark heads are published: without the format the architecture is named, which no model has."""
+    writer = gguf.GGUFWriter(tmp_path / "head.gguf", "dspark")
+    writer.add_tensor("markov_head.markov_w1.weight", np.zeros((8, 32), np.float32))
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    head = str(tmp_path / "head.gguf")
+    with pytest.raises(UserError, match=r"head.gguf': .* architecture dspark is not supported"):
+        Engine.load("embedded:target", head, check=False)
+    with pytest.raises(UserError, match=r"head.gguf' is a file: expected the directory or the hub id of a head"):
+        Engine.load("embedded:target", drafter=f"dspark:{head}", check=False)
 
 
 def test_it_is_not_counted_among_what_a_token_reads(written, tmp_path):

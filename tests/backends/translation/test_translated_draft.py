@@ -100,6 +100,15 @@ def test_a_q_that_is_not_normalised_over_the_shared_tokens_is_found(rule):
         assert_lossless(maker(rule, model=FullModel), prompt=(0, 1), params=SamplingParams(max_tokens=3))
 
 
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_the_output_distribution_is_the_targets_where_the_draft_has_a_token_more(rule):
+    """Nothing is translated then; with a q that is not normalised over the target's tokens it fails."""
+    options = {"prompt": (0, 1), "params": SamplingParams(max_tokens=3)}
+    assert_lossless(maker(rule, draft=TableModel(4, 2)), **options)
+    with pytest.raises(AssertionError, match="total variation"):
+        assert_lossless(maker(rule, draft=TableModel(4, 2), model=FullModel), **options)
+
+
 def test_a_rule_that_needs_constant_drafts_is_refused():
     with pytest.raises(UserError, match="greedy_block is exact only for drafts of constant length"):
         maker("greedy_block")(None)
@@ -305,7 +314,7 @@ def test_a_vocabulary_that_differs_a_little_costs_no_token(what, tmp_path):
 
 
 def test_alone_the_draft_writes_the_token_that_it_has_in_addition(tmp_path):
-    """Negative control of the case above: nothing but the map keeps this token out of drafts."""
+    """Negative control of that case: only the target's vocabulary keeps this token out of drafts."""
     engine = Engine.load(str(added(draft_dir(), tmp_path / "draft", OFTEN)), drafter="none")
     assert engine.tokenizer.convert_tokens_to_ids("<|more|>") == len(tokenizer())
     for output in engine.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=40)):
