@@ -277,6 +277,19 @@ def medusa(folder, target, *, heads=4, depth=1, seed=8, prefix="", **_):
     return write(folder, config, weights(shapes, seed))
 
 
+def mtp(folder, target, *, seed=13):
+    """A random prediction layer of family qwen3 for a target, in `speculators`' layout; it reads chains only."""
+    size, at = target.capabilities.hidden, "mtp_layers.0."
+    shape = small(size)
+    norms = ("token", "hidden", "input", "post_attention", "final")
+    shapes = {f"{at}input_proj.weight": (size, 2 * size), **{f"{at}{name}_layernorm.weight": (size,) for name in norms}}
+    shapes |= {f"{at}self_attn.{name}_norm.weight": (shape.dim,) for name in "qk"}
+    shapes |= {**attention(at, size, *shape[:3]), **mlp(at, size, shape.inner)}
+    layer = {**llama_config(size, target.vocab_size), "model_type": "qwen3"}
+    config = {"speculators_model_type": "mtp", "transformer_layer_config": layer}
+    return write(folder, config | {"speculators_config": verified("mtp", target.name)}, weights(shapes, seed))
+
+
 WRITERS = {
     "eagle3": eagle3,
     "peagle": peagle,

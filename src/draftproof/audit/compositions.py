@@ -156,10 +156,11 @@ ELSEWHERE = (
         "exact_output_distribution",
     ),
     _elsewhere(
-        "`mtp`, one layer and two",
+        "`mtp`, one layer and two, and `mtp:HEAD`",
         "block, token",
         "backends/heads/test_prediction_layers.py",
         "exact_output_distribution",
+        "exact_output_distribution_with_a_published_layer",
     ),
     _elsewhere(
         "`mtp` and `mtp:HEAD` of Qwen3-Next and Qwen3.5, dense and with experts",

@@ -17,7 +17,7 @@ from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.engine.registry import make_drafter, make_verifier
 from support import published
-from support.helpers import assert_output_distribution, random_model
+from support.helpers import assert_other_rows_are_seen, assert_output_distribution, random_model, tiny_llama
 from support.published import DATA
 from support.qwen_mtp import in_blocks
 
@@ -203,3 +203,17 @@ def test_a_published_layer_drafts_for_its_target():
     outs = Engine(target, drafter).generate([IDS[:5], IDS], greedy)
     assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
     assert outs[0].stats.num_draft_tokens > 2 * outs[0].stats.num_drafts
+
+
+@pytest.mark.grid(1)
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_exact_output_distribution_with_a_published_layer(tmp_path, rule):
+    """By enumeration, and with rows of q that nothing was drawn from it fails."""
+    target = tiny_llama()
+    folder = published.mtp(tmp_path / "head", target)
+
+    def drafter():
+        return make_drafter(f"mtp:{folder}", target=target, draft=None, stopper="fixed:2")
+
+    assert_output_distribution(target, drafter, rule, length=3)
+    assert_other_rows_are_seen(target, drafter, rule, length=3, tolerance=1e-4)
