@@ -383,7 +383,7 @@ class DecodingLoop(RequestIntake):
                 requests.extend(self.add(prompt, own, prediction=text, offline=True, cache_salt=cache_salt))
             while not all(request.finished for request in requests):
                 self.step()
-        finally:
+        finally:  # also where `add` refused a later prompt, or the user interrupted
             for request in requests:
                 self.abort(request)
             release_team()

@@ -192,13 +192,15 @@ class Scheduler:
         reading = [row for row in self.running if row.reading and not self._waits_for_another(row)]
         left = {row: self._unread_tokens(row) for row in reading}
         whole = not self._target.capabilities.portions
-        if all(row.offline for row in decoding):
+        if all(row.offline for row in decoding):  # nobody waits for a next token, so prompts need no chunks
             return self._at_once(decoding, left, whole=whole)
         turns = self._in_turns(left)
         size = self.chunk_size.size(len(decoding), len(self.running), _depth(turns[0]) if turns else 0)
         joined, parts, room = list(decoding), [], size
         for row in turns:
             tokens = left[row]
+            # Without room one token of a prompt is still read: its request decodes from now on. A target that takes
+            # no portions reads a whole prompt, but only as the first of a round.
             if row.unscored:
                 if room:
                     parts.append(_scored_chunk(row, tokens, room))

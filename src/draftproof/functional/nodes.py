@@ -233,11 +233,13 @@ def _build(
     tables = [_draw_table(parent, order) for parent, order in zip(parents, draws, strict=True)]
     depths = [_depths(parent) for parent in parents]
     size, most = max(map(len, tables)), max(1, *(len(kids) for table in tables for kids in table))
+    # All tries get the shape of the largest: no slot has the root as a child, so 0 means none.
     kids = [[k + [0] * (most - len(k)) for k in table] + [[0] * most] * (size - len(table)) for table in tables]
     at_depth = [
         [[slot for slot, d in enumerate(depth) if d == level] for depth in depths]
         for level in range(max(map(max, depths)) + 1)
     ]
+    # The root has no token and no row of the draft: the first ones stand there, and nobody reads them.
     q_row = _pad([[0, *rows] for rows in q_rows], device)
     none = torch.zeros_like(q_row)
     return Tries(

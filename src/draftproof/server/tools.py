@@ -105,6 +105,7 @@ def tool_set(body: ChatBody, tokenizer: Any, given: str) -> ToolSet | None:
     choice, tools = body.tool_choice, body.tools or None
     if tools is None:
         _refuse_unneeded(body)
+    # Calls and results in a chat need a format, too, though no tool is offered any more.
     if tools is not None or any(each.tool_calls or each.role == "tool" for each in body.messages):
         made = format_of(tokenizer, given)
     functions = _checked(tools or ())
@@ -114,6 +115,7 @@ def tool_set(body: ChatBody, tokenizer: Any, given: str) -> ToolSet | None:
         functions = [each for each in functions if each.name == choice.function.name]
         if not functions:
             raise ApiError("tool_choice names a function that is not among the tools", param="tool_choice")
+    # A grammar sees texts. Where a format begins by a special token, that token must be allowed as such.
     added = getattr(tokenizer, "added_tokens_decoder", {})
     specials = {str(token.content): place for place, token in added.items() if token.special}
     return ToolSet(

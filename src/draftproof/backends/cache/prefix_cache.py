@@ -113,12 +113,14 @@ class PrefixCache:
                 continue
             if (length := _reusable(each.session, prefix)) > best:
                 best, source, entry = length, each.session, each
-        for session in running:
+        for session in running:  # these go on, so they can only be copied
             if session.cache_salt == cache_salt and (length := _reusable(session, prefix)) > best:
                 best, source, entry = length, session, None
         if source is None:
             return None
         found: Session | None = None
+        # A copy takes memory and time. So a kept session is handed over if hardly anything of it is lost, or if it
+        # cannot be copied.
         if entry is not None and source.length - best <= LOST:
             found = source
         else:

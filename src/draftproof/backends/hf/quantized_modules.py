@@ -128,7 +128,8 @@ def quantizing(
     copied: dict[str, Any] = {"": twin}
     made: dict[nn.Module, nn.Module] = {}
     for path, layer in layers.items():
-        if layer not in made:
+        if layer not in made:  # a layer may stand at several places
+            # A target's output layer decides what is written, so it keeps more bits than the others.
             own, output = (BITS[-1], False) if target and layer is head else (bits, layer is head)
             inputs = statistics[layer].found() if own == bits else None
             made[layer] = QuantizedLinear.of(layer, own, output=output, inputs=inputs, kept=not target)
@@ -138,7 +139,7 @@ def quantizing(
         experts = native_experts(module)
         if experts is not None:
             put(copied, path, (yield from quantizing_experts(experts, bits)))
-    try:
+    try:  # a model's code may read weights that are not there now, which only a pass shows
         with torch.inference_mode():
             twin(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
     except UNFIT as cause:

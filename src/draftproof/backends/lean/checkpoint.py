@@ -106,11 +106,13 @@ class Architecture:
             if traits.experts.weighed:
                 linear["mlp.shared_expert_gate"] = (hidden,)
         for part in traits.gated:
+            # One tensor that holds gates and outputs is twice as long as what `down_proj` reads.
             first = weights.get(f"model.layers.0.{part}.{traits.gate_up[0]}.weight")
             gates = 0 if first is None else int(first.shape[-2])
             count = (traits.experts.count,) if traits.experts is not None and part == traits.gated[0] else ()
             linear |= {f"{part}.{name}": (*count, gates, hidden) for name in traits.gate_up}
             linear[f"{part}.down_proj"] = (*count, hidden, gates if len(traits.gate_up) > 1 else gates // 2)
+        # Norms of queries and keys are over all heads, or one for each head.
         turned = (queries, keys) if traits.whole else (self.head_dim, self.head_dim)
         norms = {name: (hidden,) for name in traits.norms if name}
         norms |= {f"self_attn.{name}": (size,) for name, size in zip(traits.turned, turned, strict=False)}

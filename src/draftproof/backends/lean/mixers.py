@@ -122,6 +122,7 @@ class Mixer(Immutable):
     """
 
     def __init__(self, module: Any, number: int, size: int, factor: float) -> None:
+        # The parts decide, not the class: families give one computation different classes, and may change one.
         kinds = {name: type(each) for name, each in module.named_children()}
         names = {name for name, kind in kinds.items() if kind.__module__ not in _NOTHING and kind is not nn.Identity}
         names |= {name for name, _ in module.named_parameters(recurse=False)}
@@ -131,6 +132,7 @@ class Mixer(Immutable):
         self._parts = parts = read(module)
         self._out = whole_product(module.out_proj)
         self.number = number
+        # A product of a file's own numbers may read its inputs in the file's order.
         bias, order = parts.convolution.bias, getattr(module.out_proj, "inputs", None)
         taps = parts.convolution.weight.detach().squeeze(1).t().float().contiguous()
         found = {"taps": taps, "taps_bias": None if bias is None else bias.detach().float()}

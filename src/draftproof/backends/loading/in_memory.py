@@ -52,7 +52,7 @@ def backend_in_memory(model: Any, *, backend: str = "auto", name: str | None = N
     if backend not in LEGAL:
         raise UserError(f"backend: expected one of {', '.join(LEGAL)} for a model in memory, got {backend!r}")
     refuse_training(model)
-    twin = _twin(model)
+    twin = _twin(model)  # backends exchange layers, and the model stays as it is
     kind = suitable(twin) if backend == "auto" else backend
     modules = kind == LeanModulesBackend.kind and reads_modules(twin)
     if modules or kind == LeanSnapshotBackend.kind:
@@ -63,7 +63,7 @@ def backend_in_memory(model: Any, *, backend: str = "auto", name: str | None = N
             if backend != "auto" or not modules:
                 raise
             _log.warning("read by transformers' own forward pass: %s", cause)
-            twin, kind = _twin(model), "hf"
+            twin, kind = _twin(model), "hf"  # what failed may have exchanged layers of the first
     if backend == "auto" and kind in LEAN_KINDS and not _fits(model):
         kind = "hf"
     if kind in LEAN_KINDS:

@@ -288,10 +288,11 @@ def _compressed(fields: Mapping[str, Any]) -> _Method:
         if inputs and (form == _PACKED or any(inputs.get(name) != value for name, value in _DYNAMIC.items())):
             raise UnreadError("its inputs are rounded otherwise than in 8 bits with a scale for each row")
         found.add((weights["num_bits"], bool(inputs)))
-    if len(found) > 1:
+    if len(found) > 1:  # a group names its layers by patterns, which nothing here reads
         raise UnreadError("its layers have several forms")
     ((bits, rounded),) = found
     if form == _BYTES:
+        # Where inputs are rounded by row (W8A8), that is a part of the model, so the product does the same.
         matrix = functools.partial(_matrix_bytes, kind=INT8_BY_ROW if rounded else INT8)
         return _Method(8, "weight_scale", ("weight", _ZEROS), _shape_plain, matrix)
     beside = ("weight_scale", "weight_shape", *((_ZEROS, _GROUPS) if bits == 4 else ()))

@@ -381,7 +381,7 @@ def fuse(
         if product.packed or rows is not None:
             places = None if rows is None else rows[start:stop].argsort()
             setattr(owner, name, LinearSlice(product, start, stop, places))
-        else:
+        else:  # views of the one weight, so that nothing is in memory twice
             layer.weight = nn.Parameter(weight[start:stop], requires_grad=False)
             layer.bias = None if bias is None else nn.Parameter(bias[start:stop], requires_grad=False)
         start = stop

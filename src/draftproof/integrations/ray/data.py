@@ -67,6 +67,7 @@ class Generate:
         read = LINE_KEYS if self._options.lines else (*PROMPT_KEYS, "prediction")
         asked = rows.select([name for name in read if name in rows.column_names]).to_pylist()
         given = (Row(name, values) for name, values in zip(ids, asked, strict=True))
+        # Answers come as requests end, which depends on their lengths; the dataset keeps its order.
         results = [result for some in self._answer(given) for result in some]
         results.sort(key=lambda result: place[result.id])
         made = table(
@@ -74,7 +75,7 @@ class Generate:
             columns(self._options),
             integers=key not in rows.column_names or pa.types.is_integer(rows[key].type),
         )
-        if key not in rows.column_names:
+        if key not in rows.column_names:  # numbers that only paired answers with rows
             made = made.drop_columns([key])
         sources = pa.array([place[result.id] for result in results for _ in result.rows], pa.int64())
         for name in rows.column_names:
