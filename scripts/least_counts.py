@@ -17,6 +17,8 @@ is V / 32 outputs side by side:
 - a group of a row is converted, multiplied by its inputs' scale, and multiplied and added; with least values, or
   offsets, once more. Groups of floats are multiplied and added.
 - weights are read once for all rows, and inputs stay in registers.
+- attention over 16 bits, of float32 numbers (not with `vdpbf16ps`): a key and a value of 128 numbers are 256 products,
+  each number is widened once for six query heads, and a score takes 17 for its power of e.
 
 Counters, addresses, sums across groups, roundings and stores are left out.
 """
@@ -28,7 +30,8 @@ from dataclasses import dataclass
 
 from instructions import Instruction
 
-_SCALE_OF_BYTE = 3
+_LEVELS = ("x86-64-v4-fma", "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3-vnni", "x86-64-v3")
+_OF_BYTE, _OF_EXPONENT, _QUERIES = 3, 17, 6
 
 
 @dataclass(frozen=True)
@@ -36,84 +39,77 @@ class Form:
     """What a product with a form of weights reads.
 
     Attributes:
-        bits: of a number.
-        group: inputs that share a scale; None where there are no scales.
+        bits: of a number, once it is looked up in a table of bytes; 32 in one of floats.
         size: bits of a weight with its part of scales.
-        scale: instructions for a group's scale, and its least value.
-        sums: what a row's group takes beside its products.
-        table: a look-up for each number: "bytes", or "floats".
+        group: inputs that share a scale; None where there are no scales.
+        scale: instructions for a group's scale, and its least value, once for all rows.
+        sums: those for a group of a row beside its products.
+        unpacking: those for a vector to multiply, once for all rows; and with AVX-512, where these are others.
+        queries: readers of a row.
     """
 
     bits: int
-    group: int | None
     size: float
-    scale: int = 1
+    group: int | None = None
+    scale: float = 1
     sums: int = 3
-    table: str | None = None
+    unpacking: float = 0
+    wide_unpacking: float | None = None
+    queries: int = 1
 
 
 FORMS = {
-    "bfloat16": Form(16, None, 16),
-    "float32": Form(32, None, 32),
-    "quantized:8": Form(8, 64, 8.5, scale=4, sums=4),
-    "quantized:4": Form(4, 32, 5, scale=4, sums=4),
-    "Q8_0": Form(8, 32, 8.5),
-    "Q6_K": Form(6, 16, 6.625, scale=_SCALE_OF_BYTE),
-    "Q5_K": Form(5, 32, 5.625, scale=2 * _SCALE_OF_BYTE, sums=4),
-    "Q5_0": Form(5, 32, 5.5),
-    "Q4_K": Form(4, 32, 4.625, scale=2 * _SCALE_OF_BYTE, sums=4),
-    "Q4_0": Form(4, 32, 4.5),
-    "IQ4_XS": Form(4, 32, 4.375, scale=_SCALE_OF_BYTE, table="bytes"),
-    "MXFP4": Form(4, 32, 4.5, scale=2, table="bytes"),
-    "Q3_K": Form(4, 16, 4.625, scale=_SCALE_OF_BYTE),
-    "Q2_K": Form(2, 16, 3.125, scale=2 * _SCALE_OF_BYTE, sums=4),
-    "NF4": Form(4, 64, 4.5, scale=0, sums=1, table="floats"),
+    "bfloat16": Form(16, 16, unpacking=2),
+    "float32": Form(32, 32),
+    "quantized:8": Form(8, 8.5, 64, scale=4, sums=4),
+    "quantized:4": Form(4, 5, 32, scale=4, sums=4, unpacking=3 / 2),
+    "Q8_0": Form(8, 8.5, 32),
+    "Q6_K": Form(6, 6.625, 16, scale=_OF_BYTE, unpacking=9 / 2 - 1 / 4, wide_unpacking=7 / 2 - 1 / 4),
+    "Q5_K": Form(5, 5.625, 32, scale=2 * _OF_BYTE, sums=4, unpacking=9 / 2 - 1 / 8, wide_unpacking=7 / 2 - 1 / 8),
+    "Q5_0": Form(5, 5.5, 32, unpacking=9 / 2 - 1 / 8, wide_unpacking=7 / 2 - 1 / 8),
+    "Q4_K": Form(4, 4.625, 32, scale=2 * _OF_BYTE, sums=4, unpacking=3 / 2),
+    "Q4_0": Form(4, 4.5, 32, unpacking=3 / 2),
+    "IQ4_XS": Form(8, 4.375, 32, scale=_OF_BYTE, unpacking=5 / 2),
+    "MXFP4": Form(5, 4.5, 32, scale=2, unpacking=5 / 2),
+    "Q3_K": Form(3, 4.625, 16, scale=_OF_BYTE, unpacking=3 / 2),
+    "Q2_K": Form(2, 3.125, 16, scale=2 * _OF_BYTE, sums=4, unpacking=7 / 4),
+    "NF4": Form(32, 4.5, 64, scale=0, sums=1, unpacking=5 - 2 / 8, wide_unpacking=2 - 1 / 8),
+    "keys:16": Form(16, 16, unpacking=2, queries=_QUERIES),
 }
-
-
-def _unpacking(form: Form, *, wide: bool, dots: bool) -> float:
-    """Instructions on a vector to multiply, once for all rows."""
-    if form.table == "floats":
-        return 2 - 1 / 8 if wide else 5 - 2 / 8
-    if form.bits == 16:
-        return 0 if dots else 2
-    higher = 2 if wide else 3
-    made = {2: 7 / 4, 4: 3 / 2, 5: 3 / 2 + higher - 1 / 8, 6: 3 / 2 + higher - 1 / 4}.get(form.bits, 0)
-    return made + (form.table == "bytes")
 
 
 def least_count(level: str, form: str, rows: int) -> Counter[Instruction] | None:
     """The fewest instructions for 256 products at a level; None for a form or a level without a formula."""
-    of, wide = FORMS.get(form), level.startswith("x86-64-v4")
-    if of is None or level not in ("x86-64-v4-fma", "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3-vnni", "x86-64-v3"):
+    of, wide, dots = FORMS.get(form), level.startswith("x86-64-v4"), level == "x86-64-v4-bf16"
+    if of is None or level not in _LEVELS or (of.queries > 1 and dots):
         return None
-    byte_dots, float_dots = level not in ("x86-64-v4", "x86-64-v3"), level == "x86-64-v4-bf16"
-    outs = 16 if wide else 8
-    made = Counter[Instruction]()
+    outs, readers, made = 16 if wide else 8, rows * of.queries, Counter[Instruction]()
 
     def add(count: float, multiply: str | None = None, *, vector: bool = True, loads: bool = False) -> None:
         made[Instruction(multiply, vector=vector, loads=loads, wide=wide)] += count  # type: ignore[assignment]
 
-    floats = of.bits > 8 or of.table == "floats"
-    vectors = 256 / outs / (1 if of.bits == 32 or of.table == "floats" else 2 if of.bits == 16 else 4)
-    if floats:
-        pairs = of.bits == 16
-        add(vectors * (1 if float_dots or not pairs else 2), "vdpbf16ps" if pairs and float_dots else "vfmadd231ps")
-    elif byte_dots:
+    vectors, groups = 256 / outs / max(32 // max(of.bits, 8), 1), 256 / outs / of.group if of.group else 0
+    if of.bits == 16 and dots:
+        add(vectors, "vdpbf16ps")
+    elif of.bits > 8:
+        add(256 / outs, "vfmadd231ps")
+    elif level not in ("x86-64-v4", "x86-64-v3"):
         add(vectors, "vpdpbusd")
     else:
-        number = 8 if of.bits == 8 or form == "IQ4_XS" else 5 if of.table else 3 if form == "Q3_K" else of.bits
-        steps = 1 if number == 8 else min(32767 // (2 * 127 * (2**number - 1)), (of.group or 0) // 4)
+        steps = 1 if of.bits == 8 else min(32767 // (2 * 127 * (2**of.bits - 1)), vectors / groups)
         add(vectors, "vpmaddubsw")
-        add(vectors * (1 - 1 / steps))  # additions in 16 bits
+        add(vectors - vectors / steps)  # additions in 16 bits
         add(vectors / steps, "vpmaddwd")
-        add(vectors / steps - (256 / outs / (of.group or 1)))  # additions in 32 bits, but the first
-        if number == 8:
+        add(vectors / steps - groups)  # additions in 32 bits, but the first
+        if of.bits == 8:
             add(vectors * (1 + 1 / rows))  # the input with the weight's sign, and the weight's size
-    add(vectors * _unpacking(of, wide=wide, dots=float_dots) / rows)
-    if of.group:
-        groups = 256 / outs / of.group
-        add(groups * (of.scale / rows + of.sums - 2))
-        add(groups * 2, "vfmadd231ps") if of.sums > 1 else add(groups * of.sums, "vfmadd231ps")
-    add(256 * of.size / 8 / (64 if wide else 32) / rows, vector=False, loads=True)
+    unpacking = of.unpacking if not wide or of.wide_unpacking is None else of.wide_unpacking
+    add(0 if of.bits == 16 and dots else vectors * unpacking / readers)
+    if groups:
+        floats = min(of.sums, 2 + (of.sums > 3))  # multiplications of a group of a row; the other one converts
+        add(groups * floats, "vfmadd231ps")
+        add(groups * (of.sums - floats + of.scale / rows))
+    if of.queries > 1:
+        add(_OF_EXPONENT / outs)
+    add(256 * of.size / 8 / (64 if wide else 32) / readers, vector=False, loads=True)
     return made

@@ -114,10 +114,10 @@ def attention(loaded: ctypes.CDLL, form: str, context: int, heads: int, tokens: 
     shape = (1, heads, capacity, HEAD)
     scales = None
     if form.endswith("8"):
-        keys, values = (torch.randint(-127, 128, shape, dtype=torch.int8) for _ in range(2))
+        keys, values = numbers(2, *shape).view(torch.int8)
         scales = torch.full((1, 2 * heads, capacity, 1), 1 / 64)
     else:
-        keys, values = (torch.randn(shape).bfloat16() for _ in range(2))
+        keys, values = numbers(2, *shape, 2).view(torch.bfloat16).squeeze(-1)
     given = torch.randn(tokens, QUERIES * heads + 2 * heads, HEAD).bfloat16()
     fused, out = given.clone(), torch.empty(tokens, QUERIES * heads * HEAD, dtype=torch.bfloat16)
     cos, sin = (torch.ones(tokens, 1, HEAD, dtype=torch.bfloat16) for _ in range(2))
@@ -138,6 +138,7 @@ def attention(loaded: ctypes.CDLL, form: str, context: int, heads: int, tokens: 
 
 def case(loaded: ctypes.CDLL, form: str, size: int, rows: int, ins: int, threads: int = 1) -> tuple[Case, Case]:
     """A large case of about so many bytes, and a small one, which has what is to be taken off."""
+    torch.set_num_threads(threads)  # attention has memory for so many
     if form.startswith("keys"):
         bytes_of_key = 2 * HEAD * int(form.removeprefix("keys:")) // 8
         heads = 1 if size < IN_MEMORY else 8
@@ -219,14 +220,14 @@ def bounds(loaded: ctypes.CDLL, level: str, form: str, cached: list[tuple[float,
 def line(form: str, found: Mapping[str, Any]) -> list[str]:
     """The cells of a form in the table of a level."""
     (took, _, products), known = found["cache"][-1], found["bounds"]
-    vectors = (f"{each.executed.split(' / ')[1]} ({(each.least or '? / ?').split(' / ')[1]})" for each in known)
+    vectors = (text.split(" / ")[1] if text else "?" for each in known for text in (each.executed, each.least))
     return [
         form,
         *(f"{speed / 1e9:.1f}" for _, speed, _ in found["cache"][:-1]),
         f"{products / took / 1e9:.0f}",
         " / ".join(f"{each.share:.0%}" for each in known),
         " / ".join("?" if each.over_least is None else f"{each.over_least:.2f}" for each in known),
-        " / ".join(vectors),
+        " / ".join(f"{executed} ({least})" for executed, least in zip(vectors, vectors, strict=True)),
         f"{found['memory'][0][1] / 1e9:.1f}",
         *(f"{ratio:.2f}" for ratio in found["five"]),
     ]
