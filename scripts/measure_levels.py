@@ -176,7 +176,6 @@ def measured(loaded: ctypes.CDLL, form: str, size: int, turns: int) -> list[tupl
 
 def five_over_one(loaded: ctypes.CDLL, form: str, threads: int) -> float:
     """How long five rows take with all threads and weights in memory, as a multiple of one row."""
-    torch.set_num_threads(threads)  # attention has working memory for so many
 
     def seconds(rows: int) -> float:
         large, small = (
@@ -250,7 +249,6 @@ def main() -> None:
         Operations(loaded, dtype, name)  # says what arguments C takes
     # first, since this is by the clock, and needs a quiet machine
     together = {(name, form): five_over_one(libraries[name], form, threads) for name in forms for form in forms[name]}
-    torch.set_num_threads(1)
     common.say(options, f"all {threads} threads: done")
     for name, loaded in libraries.items():
         level, rows = library.level_named(name), []
