@@ -27,7 +27,8 @@ def random_blocks(kind, outs, ins, seed=0, scale=0.01):
     return blocks
 
 
-SCALES = {6: 5e-3, 8: 7e-4, 12: 1e-4, 13: 6e-5, 14: 4e-5, MXFP4: 1e-2}
+SCALES = {2: 1e-2, 3: 5e-3, 6: 5e-3, 7: 3e-3, 8: 7e-4, 10: 3e-3, 11: 1e-3, 12: 1e-4, 13: 6e-5, 14: 4e-5, 20: 7e-4}
+SCALES |= {23: 4e-5, MXFP4: 1e-2}
 """Of the float16 numbers of blocks, by type, so that weights are as large as those of models."""
 
 _TOP = {"model.embed_tokens.weight": "token_embd", "model.norm.weight": "output_norm", "lm_head.weight": "output"}

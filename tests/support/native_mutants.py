@@ -40,7 +40,8 @@ class CodeMutant(NamedTuple):
         path.write_text(code.replace(self.old, self.new), encoding="utf-8")
 
 
-_NATIVE, _GGML, _MIXTURE = "native/test_native.py", "native/test_ggml.py", "backends/lean/test_mixture.py"
+_NATIVE, _GGML, _OWN = "native/test_native.py", "native/test_ggml.py", "native/test_own_types.py"
+_MIXTURE = "backends/lean/test_mixture.py"
 _STATES, _QUANTIZED = "native/test_native_recurrent.py", "backends/products/test_quantized.py"
 _HYBRID, _KEYS = "backends/lean/test_hybrid.py", "backends/lean/test_rounded_kv.py"
 MUTANTS = (
@@ -57,6 +58,15 @@ MUTANTS = (
     CodeMutant(
         "ggml.h", "load_half(steps + 32 * (f.groups + g))", "load_half(steps + 32 * (f.groups + (g ^ 1)))", _GGML
     ),
+    CodeMutant("ggml.h", "up = 4 * (c / 2 % 2)", "up = 4 * (c % 2)", _GGML),
+    CodeMutant("ggml.h", "(b[2 + i] ^ 128)", "(b[2 + (i ^ 1)] ^ 128)", _GGML),
+    CodeMutant("ggml.h", "{1, 24, 45, 63, 79,", "{1, 24, 45, 63, 78,", _GGML),
+    CodeMutant("ggml.h", "{16, 17, 18, 19, 20, 22, 24, 28,", "{16, 17, 18, 19, 20, 22, 24, 26,", _GGML),
+    CodeMutant("ggml.h", ">> (i % 2 ? 0 : 4) & 15", ">> (i % 2 ? 4 : 0) & 15", _OWN),
+    CodeMutant(
+        "ggml.h", "ggml_sixteen_steps(f, steps + b * next, 0)", "ggml_sixteen_steps(f, steps + 0 * next, 0)", _OWN
+    ),
+    CodeMutant("ggml.h", "x->whole + (row + m) * x->padded;", "x->whole + m * x->padded;", _GGML),
     CodeMutant("ggml_product.h", "largest_of(top) / 127, by", "largest_of(top) / 120, by", _GGML),
     CodeMutant(
         "matrix_bytes.h", "own = g % (2 * GROUPS_AHEAD)", "own = (g + 1) % (2 * GROUPS_AHEAD)", _GGML, unit=True

@@ -30,6 +30,7 @@ from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.registry import make_verifier
 from draftproof.models.gguf_file import GGUFFile
 from draftproof.native.dispatch import VARIABLE
+from draftproof.native.ggml import TYPES
 from draftproof.profiling.tensor_memory import tensor_memory
 from draftproof.sampling import default_params
 from draftproof.stoppers.fixed import FixedLength
@@ -205,6 +206,23 @@ def test_logits_of_files_of_floats_are_those_of_transformers(name, kinds, writte
         assert backend.facts.bits == (None if kinds == (None,) else 16)
 
 
+@pytest.mark.parametrize("name", ["llama, tied", pytest.param("qwen3moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: TYPES[kind].name)
+def test_logits_of_files_of_each_type_are_those_of_transformers(kind, name, written):
+    """All matrices have the type: products, experts, the output layer, and an embedding whose rows are looked up."""
+    model, path = written(name, (kind,))
+    assert {entry.type for entry in GGUFFile(path).tensors.values()} == {0, kind}
+    with torch.inference_mode():
+        expected = model(torch.tensor([IDS])).logits[0]
+    exact = read_model(GGUFFile(path), name=name, dtype=torch.float32, activations="float")
+    assert off(logits_of(exact), expected) < 1e-5
+    assert torch.equal(exact.embed(torch.tensor(IDS)), model.model.embed_tokens.weight[torch.tensor(IDS)])
+    backend = read_model(GGUFFile(path), name=name, dtype=torch.float32)
+    assert isinstance(backend.lean.run_layers, NativeLayers)
+    assert backend.rounding == ""
+    assert 1e-5 < off(logits_of(backend), expected) < 0.05, "inputs have 8 bits"
+
+
 @pytest.mark.parametrize("kind", [F16, BF16])
 def test_files_of_16_bits_are_read_in_their_own_numbers(kind, written, caplog):
     """Not by transformers, which would widen them; in bfloat16 only where that loses nothing."""
@@ -260,9 +278,9 @@ def test_a_row_has_the_same_bits_alone_and_among_others(name, dtype, written):
         assert torch.equal(output.logits, whole)
 
 
-@pytest.mark.grid(1)
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", ["llama", "qwen3moe", "gpt-oss"])
-def test_texts_are_equal_with_and_without_drafts(name, written):
+def test_texts_are_equal_with_and_without_drafts(name, level, written):
     backend = read_model(GGUFFile(written(name)[1]), name="x", dtype=torch.float32)
     model = DraftModel(EarlyExitBackend(backend, 2), vocab_size=320)
     prompt = [5, 9, 2, 7] * 4

@@ -37,13 +37,14 @@ def loaded(folder, **changes):
     return load(str(folder), LoadOptions(dtype="float32", **changes)).backend
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(3)
 @pytest.mark.parametrize(
     ("family", "method", "most"),
     [
         *((family, "nf4-nested", 2e-5) for family in FAMILIES),
         ("hf", "w8a8", 0.03),
         *((family, "gptq-act-order", 0.03) for family in FAMILIES),
+        *((family, "awq", 0.03) for family in FAMILIES),
         ("hf", "compressed-tensors, zeros", 0.03),
     ],
 )
