@@ -1,5 +1,7 @@
 """The suite's own tools: which tests and cases run, parts of the tests by turns, and the processor time of tests."""
 
+import subprocess
+import sys
 from itertools import combinations, product
 from types import SimpleNamespace
 
@@ -21,10 +23,10 @@ def test_few_cases_have_every_value_and_more_have_every_pair(sizes):
 
 
 class Case:
-    def __init__(self, name, **indices):
+    def __init__(self, name, **params):
         self.nodeid, self.callspec, self.marks = (
             name,
-            SimpleNamespace(indices=indices),
+            SimpleNamespace(params=params),
             {"grid": SimpleNamespace(args=(2,))},
         )
 
@@ -46,6 +48,28 @@ def test_cases_that_are_left_out_are_slow_and_run_by_their_own_name():
     del bare.callspec
     with pytest.raises(pytest.UsageError, match="has no parameters"):
         grids.pytest_collection_modifyitems([bare])
+
+
+GRID = """
+import pytest
+
+@pytest.mark.grid(3)
+@pytest.mark.parametrize("word", ["a", "b", "c"])
+@pytest.mark.parametrize(("some", "number"), [([1], 1), ({}, True), ([1], 2)])
+def test(word, some, number):
+    pass
+"""
+
+
+def test_pytests_own_cases_are_chosen_by_the_values_of_their_parameters(tmp_path):
+    """Not the first three: all have another word and another number, though `True == 1`."""
+    path = tmp_path / "test_grid.py"
+    path.write_text(GRID)
+    command = [sys.executable, "-m", "pytest", "-p", "support.grids", "-m", "not slow", "--co", "-q", path]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    cases = [line.partition("[")[2].rstrip("]").split("-") for line in found.splitlines() if "[" in line]
+    assert sorted(word for *_, word in cases) == ["a", "b", "c"]
+    assert sorted(number for _, number, _ in cases) == ["1", "2", "True"]
 
 
 def test_no_test_starts_after_the_time_is_over():

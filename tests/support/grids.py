@@ -17,6 +17,14 @@ def pytest_configure(config):
     )
 
 
+def values_of(params):
+    """What tells the value of each parameter apart; pytest's own indices number the cases of a test, not the values."""
+    return {
+        name: (type(value), value if isinstance(value, int | float | str) else id(value))
+        for name, value in params.items()
+    }
+
+
 def covering(cases, most):
     """The places of at most so many cases; cases are dicts of parameters and their values."""
     values = [set(case.items()) for case in cases]
@@ -41,7 +49,7 @@ def pytest_collection_modifyitems(items):
         if not hasattr(cases[0], "callspec"):
             raise pytest.UsageError(f"{name} is marked as a grid, and has no parameters (take the mark away)")
         (most,) = cases[0].get_closest_marker("grid").args
-        chosen = covering([dict(case.callspec.indices) for case in cases], most)
+        chosen = covering([values_of(case.callspec.params) for case in cases], most)
         for place, case in enumerate(cases):
             if place not in chosen:
                 case.add_marker(pytest.mark.slow)
