@@ -180,7 +180,7 @@ def test_what_is_no_head_of_one_chain_is_refused(argument):
 
 def test_a_head_that_does_not_fit_is_an_error_and_no_warning(tmp_path):
     folder = published.eagle3(tmp_path / "head", tiny_llama())
-    with pytest.raises(UserError, match="reads hidden states of width"):
+    with pytest.raises(UserError, match="expected a target with hidden states of width"):
         Engine.load("embedded:target", str(folder), check=False)
     with pytest.raises(UserError, match="expected the directory or hub id of a head"):
         Engine.load("embedded:target", drafter="auto:eagle3", check=False)

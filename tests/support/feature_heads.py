@@ -8,7 +8,7 @@ from draftproof.drafters.head import HeadDraftModel, head_drafter
 from draftproof.stoppers.fixed import FixedLength
 
 
-def net_for(target, *, ids=None, name=None, own_output=False, window=64, seed=3, scale=1.0):
+def net_for(target, *, ids=None, name=None, own_output=False, window=64, layers=None, seed=3, scale=1.0):
     """A random head for a target; `ids` are the tokens that it can draft."""
     ids = list(range(target.vocab_size)) if ids is None else ids
     config = FeatureConfig(
@@ -21,6 +21,7 @@ def net_for(target, *, ids=None, name=None, own_output=False, window=64, seed=3,
         ids=len(ids),
         own_output=own_output,
         window=window,
+        layers=layers,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

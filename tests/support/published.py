@@ -194,7 +194,7 @@ def dflash(folder, target, *, ids=None, layers=(0, 1, 2), seed=9, original=False
     if original:
         nested = {"mask_token_id": 1, "target_layer_ids": [each - 1 for each in layers], **more}
         config = {"architectures": ["DFlashDraftModel"], **layer, **drafted, "block_size": block}
-        return write(folder, {**config, "num_target_layers": 7, "dflash_config": nested}, tensors)
+        return write(folder, {**config, "num_target_layers": target.facts.layers, "dflash_config": nested}, tensors)
     config = {"speculators_model_type": "dflash", "transformer_layer_config": layer, "mask_token_id": 1, **drafted}
     config |= {"aux_hidden_state_layer_ids": list(layers), "block_size": block, **more}
     return write(folder, {**config, "speculators_config": verified("dflash", target.name)}, tensors)

@@ -24,7 +24,7 @@ SHIPPED_HEADS = {  # by draft model; in each a directory named as the stopper
     "embedded:draft": heads_dir(),
     "embedded:stories-draft": stories_heads_dir(),
 }
-SHIPPED_FEATURE_HEADS = {"smollm2-135m": feature_head_dir()}  # by target
+SHIPPED_FEATURE_HEADS = dict.fromkeys(("smollm2-135m", "smollm2-135m-q4"), feature_head_dir())  # by target
 OWN_HEADS = "heads"  # subdirectory of a feature head's directory for its stoppers' heads
 
 
@@ -79,7 +79,7 @@ def _heads_of(draft: str | None) -> Path | None:
         return SHIPPED_HEADS.get(draft or "")
     if argument:
         return directory(argument)[0] / OWN_HEADS
-    (shipped,) = SHIPPED_FEATURE_HEADS.values()
+    (shipped,) = {*SHIPPED_FEATURE_HEADS.values()}
     return shipped / OWN_HEADS
 
 

@@ -20,6 +20,11 @@ _OF_HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*):(\w[\w.-]*)")
 _FIRST_PART, _LATER_PART = re.compile(r"-00001-of-\d{5}$"), re.compile(r"-\d{5}-of-\d{5}$")
 _LANGUAGE_MODEL = re.compile(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# what names say at their end of the form of the weights
+_STORED = re.compile(
+    r"[-_.](gguf|gptq|awq|bnb|mlx|hqq|autoround|unsloth|imat|qat|ud|i1|quantized|dynamic|block|w\d+a\d+|gs?\d+|"
+    r"(u?int|(nv|mx)?fp|[bn]?f)\d+|[it]?q\d\w*|\d+-?bits?)$"
+)
 _MODEL_LAYER = "application/vnd.ollama.image.model"
 
 
@@ -36,6 +41,22 @@ class FoundFile:
 def is_file_name(name: str) -> bool:
     """Whether a name is one of this module's."""
     return name.startswith(OLLAMA) or _OF_HUB.fullmatch(name) is not None
+
+
+def base_name(name: str) -> str:
+    """A model's name in small letters, without its owner or folder, and without the form in which weights are stored.
+
+    `OWNER/X-GGUF:Q4_K_M`, `models/X.Q4_1.gguf`, `X-AWQ` and `OWNER/X` have one.
+    """
+    if name.startswith(OLLAMA):
+        name = name.removeprefix(OLLAMA).removesuffix(":latest").replace(":", "-")
+    path = Path(name.partition(":")[0] if is_file_name(name) else name.rpartition(":")[2])
+    if path.parent.name == "snapshots":  # of the hub's cache, where models--OWNER--NAME is the folder of a repository
+        path = Path(path.parents[1].name.rpartition("--")[2])
+    stem = _FIRST_PART.sub("", path.name.lower().removesuffix(".gguf"))
+    while (shorter := _STORED.sub("", stem)) not in (stem, ""):
+        stem = shorter
+    return stem
 
 
 def resolve_file(name: str) -> str:

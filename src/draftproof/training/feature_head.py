@@ -218,6 +218,7 @@ class _FeatureRun:
             ids=min(job.ids, self.target.vocab_size),
             own_output=job.own_output,
             window=job.length,
+            layers=self.target.facts.layers,
         )
         with torch.random.fork_rng():
             torch.manual_seed(job.plan.seed)

@@ -278,8 +278,8 @@ def test_a_head_is_the_same_after_saving_and_loading(tmp_path, own_output):
     ("change", "words"),
     [
         ({"hidden_size": 16}, "do not fit"),
-        ({"vocab_size": 96}, "width 32 and 97 tokens"),
-        ({"target": "models/other"}, "made for models/other, and the target is llama"),
+        ({"vocab_size": 98}, "expected a target with 98 tokens, got llama with 97 tokens"),
+        ({"layers": 5}, "expected a target with 5 layers, got llama with"),
         ({"ids": 98}, "expected 1 to 97"),
         ({"key_heads": 3}, "key heads divide heads"),
         ({"format": 9}, "of format 1"),

@@ -321,7 +321,7 @@ def test_an_assistant_is_known_by_its_config():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"backbone_hidden_size": 24}, "reads hidden states of width 24, and those of gemma have 16"),
+        ({"backbone_hidden_size": 24}, "hidden states of width 24, got gemma with hidden states of width 16"),
         ({"vocab_size": 50}, "for a vocabulary of 50 tokens, and gemma has 40"),
         ({"hidden_activation": "silu"}, "activation 'silu': expected gelu_pytorch_tanh"),
         ({"model_type": "gemma3_text"}, "layers of type 'gemma3_text': expected gemma4_text and"),

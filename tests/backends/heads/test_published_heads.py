@@ -439,9 +439,15 @@ def test_rows_of_another_map_are_detected(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"speculators_config__verifier__name_or_path": "a/b"}, "made for a/b, and the target is tiny-target"),
-        ({"speculators_config__verifier__architectures": ["GemmaForCausalLM"]}, "made for GemmaForCausalLM"),
-        ({"target_hidden_size": 24}, "hidden states of width 24, and those of tiny-target have 16"),
+        (
+            {"speculators_config__verifier__architectures": ["GemmaForCausalLM"]},
+            "with architecture GemmaForCausalLM, got tiny-target with architecture",
+        ),
+        (
+            {"target_hidden_size": 24},
+            r"\(made for tiny-target\): expected a target with hidden states of width 24, got .* 16 \(take a head",
+        ),
+        ({"num_target_layers": 8}, "expected a target with 8 layers, got tiny-target with 7 layers"),
         ({"transformer_layer_config__hidden_size": 24}, "width 24"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 4, 9]}, "has 7 layers: expected different numbers from 0 to 7"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 4]}, r"fc.weight has shape \[16, 48\]"),

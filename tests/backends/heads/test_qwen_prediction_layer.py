@@ -370,7 +370,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path):
     other = target_of(written(tmp_path / "other", "qwen3_next"))
     with pytest.raises(UserError, match=r"layer of type qwen3_5_text, and .* is qwen3_next"):
         mtp_head_backend(made("head"), other)
-    with pytest.raises(UserError, match="reads hidden states of width 48"):
+    with pytest.raises(UserError, match="expected a target with hidden states of width 48"):
         mtp_head_backend(made("wide", hidden_size=48), target)
     with pytest.raises(UserError, match=r"no mtp_layers.0.self_attn.v_proj.weight"):
         mtp_head_backend(made("less", _without(own)), target)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,7 @@ from draftproof.backends.base import Feed, FeedOutput
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.base import Flat, FollowingSession, HeadBackend, LayeredNet, Passes
 from draftproof.backends.heads.feature_net import EPS, FeatureConfig, FeatureNet, rotary
+from draftproof.backends.heads.fit import MadeFor, refuse_unfit
 from draftproof.backends.lean.attention import Pass
 from draftproof.backends.lean.layers import Layer, Norm, in_order
 from draftproof.backends.lean.native_layers import native_layers
@@ -96,7 +96,7 @@ class FeatureBackend(HeadBackend):
     """A feature head over the target it was made for.
 
     Raises:
-        UserError: made for a target of another name, width or vocabulary, or it cannot be quantized here.
+        UserError: it does not fit the target, or it cannot be quantized here.
     """
 
     def __init__(self, target: SlotBackend, net: FeatureNet, bits: int | None = None) -> None:
@@ -107,19 +107,10 @@ class FeatureBackend(HeadBackend):
 
 
 def refuse_other_target(net: FeatureNet, target: SlotBackend) -> None:
-    """Refuse a head that was made for another model."""
+    """Refuse a head that does not fit a target (`fit`)."""
     config = net.config
-    there = (target.capabilities.hidden, target.vocab_size)
-    if (config.hidden_size, config.vocab_size) != there:
-        raise UserError(
-            f"the feature head was made for {config.target} (width {config.hidden_size}, {config.vocab_size} tokens), "
-            f"and {target.name} has width {there[0]} and {there[1]} tokens: train one for it"
-        )
-    if Path(config.target).name.lower() != Path(target.name).name.lower():
-        raise UserError(
-            f"the feature head was made for {config.target}, and the target is {target.name}: "
-            "train one for it with `draftproof train feature-head`"
-        )
+    made_for = MadeFor(config.target, config.hidden_size, config.vocab_size, config.layers)
+    refuse_unfit("the feature head", made_for, target)
 
 
 # --- without a target beside it --------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ class FeatureConfig:
     own_output: bool = False  # whether it has an output layer of its own instead of these rows of the target's
     window: int = 256  # number of last tokens it attends to
     rope_theta: float = 10000.0
+    layers: int | None = None  # of the target; None in heads of earlier versions, which do not say
 
     def __post_init__(self) -> None:
         sizes = (self.hidden_size, self.heads, self.key_heads, self.inner_size, self.window)

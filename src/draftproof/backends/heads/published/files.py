@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftproof import models
-from draftproof.backends import base as backends
 from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.fit import MadeFor, refuse_unfit
 from draftproof.errors import UserError, listed, reason
 from draftproof.files import read_object
 from draftproof.models.found import is_file_name, weight_files
@@ -252,30 +252,11 @@ def _refuse_other_algorithm(source: str, found: str, wanted: str) -> None:
 
 
 def refuse_other_target(files: HeadFiles, target: SlotBackend, *, hidden: int | None, vocab: int | None) -> None:
-    """Refuse a head that was made for a model with hidden states of another width, or with another vocabulary or name.
-
-    `hidden` and `vocab` are None where the head does not say them.
-    """
-    made_for = verifier_of(files.config)
-    whose = f"(made for {made_for}) " if made_for else ""
-
-    def mismatch(why: str) -> UserError:
-        return files.refused(f"{whose}{why}: take a head that was made for this target")
-
-    if hidden is not None and hidden != (theirs := target.capabilities.hidden):
-        raise mismatch(f"reads hidden states of width {hidden}, and those of {target.name} have {theirs}")
-    if vocab is not None and vocab != target.vocab_size:
-        raise mismatch(f"is for a vocabulary of {vocab} tokens, and {target.name} has {target.vocab_size}")
-    there = backends.architectures(target)
-    ours = list(_verifier(files.config).get("architectures") or [])
-    if there and ours and not set(there) & set(ours):
-        raise mismatch(f"was made for {' or '.join(ours)}, and {target.name} is {' or '.join(there)}")
-    if made_for and not _same_name(made_for, target.name):
-        raise files.refused(
-            f"was made for {made_for}, and the target is {target.name}: take a head that was "
-            f"made for it; where it is the same model under another name, set speculators_config.verifier.name_or_path "
-            f"in the head's {CONFIG} to {target.name!r}"
-        )
+    """Refuse a head that does not fit a target (`fit`); `hidden` and `vocab` are None where the head names none."""
+    layers = files.config.get("num_target_layers")
+    named = _verifier(files.config).get("architectures") or ()
+    made_for = MadeFor(verifier_of(files.config), hidden, vocab, layers if isinstance(layers, int) else None, named)
+    refuse_unfit(f"the {files.noun} {files.source!r}", made_for, target)
 
 
 def _verifier(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -286,12 +267,6 @@ def _verifier(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def verifier_of(config: Mapping[str, Any]) -> str | None:
     """The name of the target in a head's config, where it says one."""
     return _verifier(config).get("name_or_path") or config.get("base_model_name_or_path")
-
-
-def _same_name(made_for: str, target: str) -> bool:
-    """Whether two names of a model end alike, as hub ids and directories of one model usually do."""
-    ends = [Path(each.rstrip("/").rpartition(":")[2]).name.lower() for each in (made_for, target)]
-    return ends[0] == ends[1]
 
 
 def _some(names: Sequence[str] | Mapping[str, Any]) -> str:
