@@ -97,24 +97,22 @@ def quantized(tmp_path_factory):
     """Makes a target of three tokens in a form of weights, with its own name, and the model that its heads are for."""
     made, home = {}, tmp_path_factory.mktemp("forms")
 
-    def target(form):
-        if form not in made:
-            config, place = transformers.LlamaConfig(**SHAPE), home / FORMS[form]
-            place.parent.mkdir(exist_ok=True)
-            options = {"dtype": "float32"}
+    def target(form, dtype="float32"):
+        if (form, dtype) not in made:
+            config, place = transformers.LlamaConfig(**SHAPE), FORMS[form]
+            place, options = home / dtype / place, {"dtype": dtype}
+            place.parent.mkdir(parents=True, exist_ok=True)
             if form == "gguf":
                 model = random_model(config, seed=3)
                 metadata = {**gguf_files.METADATA, "block_count": 2, "rope.freq_base": 10000.0}
                 gguf_files.write_model(place, model, "llama", metadata)
             elif form in ("int8", "int4"):
-                model, options = (
-                    packed_checkpoints.checkpoint(place, "float", config=config),
-                    {"weights": form, **options},
-                )
+                options["weights"] = form
+                model = packed_checkpoints.checkpoint(place, "float", config=config)
             else:
                 model = packed_checkpoints.checkpoint(place, form, config=config)
-            made[form] = load(str(place), LoadOptions(**options)).backend, HFBackend(model, name="OWNER/tiny")
-        return made[form]
+            made[form, dtype] = load(str(place), LoadOptions(**options)).backend, HFBackend(model, name="OWNER/tiny")
+        return made[form, dtype]
 
     return target
 
@@ -128,12 +126,13 @@ def head_for(name, made_for, folder, **options):
     return f"feature_head:{folder}"
 
 
-@pytest.mark.grid(10)
+@pytest.mark.grid(14)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("form", FORMS)
-def test_greedy_text_of_a_quantized_target_is_the_same_with_a_head(form, name, quantized, tmp_path, caplog):
+def test_greedy_text_of_a_quantized_target_is_the_same_with_a_head(form, name, dtype, quantized, tmp_path, caplog):
     """In a batch, with drafts that are accepted and refused at temperature 1; no name is an obstacle."""
-    target, original = quantized(form)
+    target, original = quantized(form, dtype)
     assert target.facts.bits is not None
     prompts, spec = [[0, 2, 1, 0], [1, 1]], head_for(name, original, tmp_path / "head")
     caplog.clear()

@@ -181,7 +181,7 @@ class SlotBackend(ABC):
 
     @abstractmethod
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
-        """Rows of the output layer's weight."""
+        """Rows of the output layer's weight, in the model's dtype."""
 
     @abstractmethod
     def first_layers(self, layers: int) -> SlotBackend:

@@ -93,11 +93,11 @@ class HFBackend(SlotBackend):
         self.own_threads = multiplies_natively(self.model)
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
-        """Rows of the output layer's weight."""
+        """Rows of the output layer's weight, in the model's dtype."""
         head = self.model.get_output_embeddings()
         if isinstance(head, LinearSlice | QuantizedLinear):
             rows: Tensor = head.product.rows(ids)
-            return rows
+            return rows.to(self.dtype)
         weight: Tensor = head.weight
         if weight.is_meta:
             raise UserError(f"{self.name} has its output layer on the disk, so nothing else can read it: load it whole")

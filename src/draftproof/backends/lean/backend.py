@@ -103,8 +103,8 @@ class LeanForward(SlotBackend):
         return self.lean.is_native
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
-        """Rows of the output layer's weight."""
-        return self.lean.head.rows(ids.to(self.device))
+        """Rows of the output layer's weight, in the model's dtype."""
+        return self.lean.head.rows(ids.to(self.device)).to(self.dtype)
 
     @property
     def takes_weights(self) -> bool:
