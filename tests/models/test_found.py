@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from draftproof import UserError, models
 from draftproof.cli import app
-from draftproof.models.found import found_files, is_file_name, obtain_file, resolve_file
+from draftproof.models.found import base_name, found_files, is_file_name, obtain_file, resolve_file
 from draftproof.models.gguf_file import is_gguf
 
 FILES = [
@@ -20,6 +20,47 @@ FILES = [
     "x-q8_0-00002-of-00002.gguf",
     "mmproj-Q8_0.gguf",
 ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3-8b",
+        "qwen3-8b-q4",
+        "Qwen/Qwen3-8B",
+        "Qwen/Qwen3-8B-GGUF:Q4_K_M",
+        "ollama:qwen3:8b-q4_K_M",
+        "models/Qwen3-8B-UD-Q4_K_XL.gguf",
+        "Qwen3-8B.IQ4_XS.gguf",
+        "Qwen3-8B-f16-00001-of-00003.gguf",
+        "Qwen/Qwen3-8B-AWQ/",
+        "Qwen3-8B-GPTQ-Int4",
+        "X/Qwen3-8B-bnb-4bit",
+        "X/Qwen3-8B-quantized.w4a16",
+        "X/Qwen3-8B-FP8-dynamic",
+        "qwen3-8b-mxfp4",
+        "X/qwen3-8b-gptq_q4_g128",
+        "X/Qwen3-8B-NVFP4",
+        "hub/models--Qwen--Qwen3-8B-AWQ/snapshots/0123abc",
+    ],
+)
+def test_forms_of_a_model_have_one_name(name):
+    assert base_name(name) == "qwen3-8b"
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b-base"),
+        ("Qwen3-4B-Q8_0.gguf", "qwen3-4b"),
+        ("X/Qwen3-8B-int-Q4_K_M.gguf", "qwen3-8b-int"),
+        ("ollama:smollm2", "smollm2"),
+        ("embedded:stories", "stories"),
+        ("q4.gguf", "q4"),
+    ],
+)
+def test_other_models_have_others(name, base):
+    assert base_name(name) == base
 
 
 @pytest.fixture

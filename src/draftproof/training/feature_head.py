@@ -87,7 +87,7 @@ class _FeatureRun:
         self.job = job
         self.watch = watch
         self.cache = cache_folder(job.cache)
-        refuse_gguf(job.target, "training a feature head")
+        refuse_gguf(job.target, "training a feature head", " (a head trained on that drafts for this file, too)")
         self.tokenizer = load_tokenizer(models.resolve(job.target))
         self.target = load_backend(job.target, LoadOptions(dtype=job.dtype, device=job.device))
         self.fingerprint = fingerprint(job.target)

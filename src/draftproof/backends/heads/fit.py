@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from draftproof.backends import base as backends
 from draftproof.backends.cache.slot_backend import SlotBackend
@@ -43,7 +44,7 @@ def refuse_unfit(head: str, made_for: MadeFor, target: SlotBackend) -> None:
         UserError: another width, vocabulary, number of layers, or architecture.
     """
     whose = f" (made for {made_for.name})" if made_for.name else ""
-    facts = [
+    facts: list[tuple[str, Any, Any]] = [
         ("hidden states of width {}", made_for.hidden, target.capabilities.hidden),
         ("{} tokens", made_for.vocab, target.vocab_size),
         ("{} layers", made_for.layers, target.facts.layers),
@@ -51,7 +52,8 @@ def refuse_unfit(head: str, made_for: MadeFor, target: SlotBackend) -> None:
     classes = made_for.architectures, backends.architectures(target)
     families = [{_family(each) for each in names} for names in classes]
     if all(families) and not families[0] & families[1]:
-        facts.append(("architecture {}", *(" or ".join(names) for names in classes)))
+        ours, theirs = (" or ".join(names) for names in classes)
+        facts.append(("architecture {}", ours, theirs))
     for what, ours, theirs in facts:
         if ours not in (None, theirs):
             raise UserError(

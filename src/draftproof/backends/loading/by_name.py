@@ -224,12 +224,15 @@ def load_model(source: str, options: LoadOptions | None = None) -> Any:
     return text_part(whole()) if "device" in given else whole()
 
 
-def refuse_gguf(name: str, what: str) -> None:
-    """Refuse a GGUF file where a torch module is needed: it would have other numbers than the model that is served."""
+def refuse_gguf(name: str, what: str, hint: str = "") -> None:
+    """Refuse a GGUF file where a torch module is needed: it would have other numbers than the model that is served.
+
+    `hint` says what else leads to the aim.
+    """
     if is_gguf(Path(models.resolve(name))):
         raise UserError(
             f"{what} needs a model with full weights, and {name} is a GGUF file, which is read in its own few bits: "
-            "expected the model's own directory or hub id"
+            f"expected the model's own directory or hub id{hint}"
         )
 
 
