@@ -57,3 +57,19 @@ def test_a_batch_is_answered_like_each_prompt_alone():
     together = pair("gumbel").generate(list(PROMPTS), params)
     alone = [pair("gumbel").generate([prompt], own)[0] for prompt, own in zip(PROMPTS, params, strict=True)]
     assert [output.token_ids for output in together] == [output.token_ids for output in alone]
+
+
+@pytest.mark.skipif(not models.pulled("smollm2-135m-q4"), reason="not here: draftproof models pull smollm2-135m-q4")
+def test_the_4_bit_file_is_drafted_for_by_the_head_in_the_package():
+    """It is a source of `auto` there, and greedy text is that of plain decoding."""
+    params = SamplingParams(temperature=0, max_tokens=24)
+    plain, made, fixed = (
+        Engine.load("smollm2-135m-q4", drafter=drafter, stopper=stopper)
+        for drafter, stopper in (("none", None), ("auto", None), ("feature_head", "fixed:3"))
+    )
+    assert [source.name for source in made.drafter.sources] == ["feature_head"]
+    expected = [output.token_ids for output in plain.generate(list(PROMPTS), params)]
+    for engine in (made, fixed):
+        found = engine.generate(list(PROMPTS), params)
+        assert [output.token_ids for output in found] == expected
+    assert all(output.stats.num_accepted_tokens for output in found)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from draftproof.backends.base import Backend
+from draftproof.backends.base import Backend, info
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.base import TargetHead
 from draftproof.drafters.base import Drafter
@@ -21,6 +22,8 @@ from draftproof.stoppers.auto import ASSUMED, Auto
 from draftproof.stoppers.base import AcceptanceRates, Stopper
 from draftproof.stoppers.costs import UNKNOWN, DraftCosts, LearnedCosts
 from draftproof.verifiers.base import Verifier
+
+_HEAD_BITS = 8  # of a head's weights over a target of few bits
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,18 @@ class DrafterContext:
         if head.deepest is not None and isinstance(stopper, Auto):
             stopper.limit = min(stopper.limit, head.deepest)  # longer drafts never happen, so they must not be planned
         return head_drafter(model, stopper, name, chains=chains)
+
+    def with_head_bits(self, make: Callable[[int | None], TargetHead]) -> TargetHead:
+        """A head with weights of the bits that were asked for.
+
+        Where nothing was asked for, a head of floats would read as much as a good part of a target of few bits. So on a
+        CPU it has 8 bits there, if it can be rounded.
+        """
+        facts = info(self.target)
+        if self.bits is None and facts is not None and facts.bits is not None and self.target.device.type == "cpu":
+            with suppress(UserError):  # no such form of it here, or a reason that is raised below, too
+                return make(_HEAD_BITS)
+        return make(self.bits)
 
     def target_backend(self, name: str) -> SlotBackend:
         """The target, for drafters that share its cache; raises UserError if it has no slot cache."""

@@ -92,7 +92,9 @@ def _feature_head(parts: DrafterContext, argument: str) -> Drafter:
             f"{parts.target.name} (one ships for {', '.join(SHIPPED_FEATURE_HEADS)}); draftproof train makes heads"
         )
     target = parts.target_backend("feature_head")
-    return parts.head_drafter(FeatureBackend(target, load_net(where), parts.bits), "feature_head", chains)
+    net = load_net(where)
+    head = parts.with_head_bits(lambda bits: FeatureBackend(target, net, bits))
+    return parts.head_drafter(head, "feature_head", chains)
 
 
 def _lookup(make: Callable[..., Drafter], example: str) -> Callable[[DrafterContext, str], Drafter]:

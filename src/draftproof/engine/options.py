@@ -48,7 +48,8 @@ class EngineOptions:
             to be accepted; for drafters of single chains. Without it, each request's stopper decides alone, and "auto"
             decides for all together.
         dtype: number format of both models: auto, float32, bfloat16 or float16.
-        draft_dtype: another number format for the draft; int8 or int4 quantizes the draft model or head.
+        draft_dtype: another number format for the draft; int8 or int4 quantizes the draft model or head. On a CPU the
+            head of a target of few bits has 8 by default.
         device: device of both models: cpu, cuda, cuda:1; without it an accelerator if there is one. "auto", or in
             Python a mapping from part names to a device or "disk", spreads the target (needs accelerate).
         backend: implementation of the forward pass: a name of BACKENDS. "auto" uses "lean" if it supports the model,

@@ -29,9 +29,12 @@ def _head(name: str, load: Callable[[str, SlotBackend], TargetHead]) -> Callable
 
     def build(parts: DrafterContext, argument: str) -> Drafter:
         where, chains = _named(name, argument)
-        with rounded_head(f"the head {where}", parts.bits):
-            head = load(where, parts.target_backend(name))
-        return parts.head_drafter(head, name, chains)
+
+        def read(bits: int | None) -> TargetHead:
+            with rounded_head(f"the head {where}", bits):
+                return load(where, parts.target_backend(name))
+
+        return parts.head_drafter(parts.with_head_bits(read), name, chains)
 
     return build
 

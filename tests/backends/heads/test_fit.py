@@ -13,12 +13,14 @@ from draftproof.backends.heads.fit import MadeFor, refuse_unfit
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
+from draftproof.backends.products.packed_linear import PackedLinear
 from draftproof.engine.drafter_parts import DRAFTERS
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.testing import engine_distribution, target_distribution, total_variation
 from support import gguf_files, packed_checkpoints
 from support.feature_heads import net_for
 from support.helpers import CONFIGS, random_model
+from support.native_levels import needs_native
 from support.published import WRITERS
 from type_checks import checks_off
 
@@ -180,6 +182,32 @@ def test_the_distribution_of_a_quantized_target_with_a_head(form, name, quantize
         expected = target_distribution(rows, prompt, params)
     assert distance(lies=False) < 1e-6
     assert distance(lies=True) > 1e-4
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["feature_head", "eagle3", "medusa"])
+def test_a_head_has_8_bits_over_a_target_of_few_bits(name, quantized, tmp_path, monkeypatch):
+    """Where it can: where it cannot be rounded it stays whole, which is an error only if bits were asked for."""
+    target, original = quantized("gguf")
+    spec, made = head_for(name, original, tmp_path / "head"), []
+    quantize = PackedLinear.quantized
+    monkeypatch.setattr(
+        PackedLinear, "quantized", lambda *args, **more: made.append(args[1]) or quantize(*args, **more)
+    )
+
+    def bits(over, **options):
+        made.clear()
+        make_drafter(spec, target=over, draft=None, stopper="fixed:2", **options)
+        return set(made)
+
+    assert bits(target) == {8}
+    assert bits(target, bits=4) == {4}
+    assert bits(original) == set()
+    monkeypatch.setattr(PackedLinear, "why_not_quantized", lambda *_: "it has no such form")
+    monkeypatch.setattr("draftproof.backends.heads.feature_head.native_layers", lambda _: None)
+    assert bits(target) == set()
+    with pytest.raises(UserError, match=r"cannot be (rounded|quantized)"):
+        bits(target, bits=8)
 
 
 @pytest.mark.parametrize("form", ["gguf", "gptq"])

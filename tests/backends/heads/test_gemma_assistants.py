@@ -322,7 +322,7 @@ def test_an_assistant_is_known_by_its_config():
     ("fields", "words"),
     [
         ({"backbone_hidden_size": 24}, "hidden states of width 24, got gemma with hidden states of width 16"),
-        ({"vocab_size": 50}, "for a vocabulary of 50 tokens, and gemma has 40"),
+        ({"vocab_size": 50}, "with 50 tokens, got gemma with 40 tokens"),
         ({"hidden_activation": "silu"}, "activation 'silu': expected gelu_pytorch_tanh"),
         ({"model_type": "gemma3_text"}, "layers of type 'gemma3_text': expected gemma4_text and"),
         ({"num_centroids": 7}, "num_centroids 7 and centroid_intermediate_top_k 4: expected a divisor of 40"),

@@ -63,10 +63,15 @@ def rounded_product(product: PackedLinear, *, output: bool = False) -> PackedLin
 def drafting_output(rows: Float[Tensor, "out in"]) -> PackedLinear:
     """The output layer of a head that has none: rows of the target's, with the bits that were asked for.
 
-    Where nothing was asked for, a large one has few bits on a CPU (`PackedLinear.for_drafts`).
+    Where no fewer than 8 were asked for, a large one has few bits on a CPU (`PackedLinear.for_drafts`).
     """
-    whole = PackedLinear(rows)
-    return whole.for_drafts(rows) if _ROUNDING.get() is None else rounded_product(whole, output=True)
+    whole, rounding = PackedLinear(rows), _ROUNDING.get()
+    made = whole.for_drafts(rows) if rounding is None or rounding.bits >= 8 else whole
+    if made is whole:
+        return rounded_product(whole, output=True)
+    if rounding is not None:
+        rounding.count += 1
+    return made
 
 
 def rounded_layer(layer: Layer) -> Layer:
