@@ -28,7 +28,7 @@ from draftproof.engine.registry import (
     make_verifier,
 )
 from draftproof.errors import UserError
-from draftproof.native.threads import use_threads
+from draftproof.native.numa import use_processors
 from draftproof.sampling import default_params
 from draftproof.verifiers.base import Verifier
 
@@ -116,8 +116,7 @@ class Engine(DecodingLoop):
         named = (options or EngineOptions()).changed(**({} if draft is None else {"draft": draft}), **changes)
         made = named.of_head()
         made.refuse_draft_dtype_alone()
-        if made.threads is not None:
-            use_threads(made.threads)  # weights are read by them, too
+        use_processors(made.threads, made.numa)  # weights are read by them, too
         source = load(target, made.of_target())
         small_name = find_draft(source) if named.find_draft and named.draft is None else made.draft
         other = None if small_name is None else load(small_name, made.of_draft(), drafts_for=source)
@@ -152,8 +151,7 @@ class Engine(DecodingLoop):
         """
         named = {} if draft is None else {"draft": draft.name}  # by which a stopper finds the head that ships for it
         made = (options or EngineOptions()).changed(**named, **changes)
-        if made.threads is not None:
-            use_threads(made.threads)
+        use_processors(made.threads, made.numa)
         if made.max_model_len is not None:
             target.use_context(made.max_model_len)
             if draft is not None:

@@ -14,6 +14,7 @@ from draftproof.backends.loading.options import draft_dtype as read_draft_dtype
 from draftproof.engine.memory import read_bytes
 from draftproof.engine.registry import DEFAULT_DRAFTER, make_stopper, make_verifier
 from draftproof.errors import UserError
+from draftproof.native.numa import require_numa
 from draftproof.native.threads import require_threads
 from draftproof.stoppers.budget import DraftBudget
 from draftproof.verifiers.base import Verifier
@@ -77,6 +78,9 @@ class EngineOptions:
         tensor_parallel: number of processes that share the target, each with a device or a share of the cores.
         threads: number of CPU threads of the whole process; the last number set applies to all its engines. Without it
             one for each core, within the limit of processor time. Results of native operations do not depend on it.
+        numa: on a Linux machine with several memory nodes (sockets), where threads run and weights lie, for the whole
+            process: isolate keeps both on one node; distribute keeps native threads on all nodes and puts the part of a
+            weight that each reads on its node. auto touches nothing. Without effect on one node.
 
     Raises:
         UserError: an unknown name or an invalid value.
@@ -109,6 +113,7 @@ class EngineOptions:
     generation_config: str = "auto"
     tensor_parallel: int = 1
     threads: int | None = None
+    numa: str = "auto"
 
     def __post_init__(self) -> None:
         """Read the names before any model is loaded."""
@@ -116,6 +121,7 @@ class EngineOptions:
             raise UserError(f"generation_config: expected auto or none, got {self.generation_config!r}")
         if self.threads is not None:
             require_threads(self.threads)
+        require_numa(self.numa)
         self.of_target()  # refuses other names
         read_bytes(self.kv_memory)
         DraftBudget(self.draft_budget)

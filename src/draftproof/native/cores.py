@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 _PROCESSORS = Path("/sys/devices/system/cpu")
@@ -20,13 +20,24 @@ def physical_cores(folder: Path = _PROCESSORS) -> int:
     """
     if sys.platform != "linux":
         return processors()
+    return count_cores(os.sched_getaffinity(0), folder)
+
+
+def count_cores(numbers: Iterable[int], folder: Path = _PROCESSORS) -> int:
+    """The cores of some processors, by the `folder` of `physical_cores`."""
     cores = set()
-    for number in os.sched_getaffinity(0):
+    for number in numbers:
         try:
             cores.add(Path(folder, f"cpu{number}", "topology", "thread_siblings_list").read_text(encoding="utf-8"))
         except OSError:
             cores.add(str(number))
     return len(cores)
+
+
+def numbers_of(text: str) -> set[int]:
+    """The numbers of a list as Linux writes it: 0-3,8."""
+    ends = [part.split("-") for part in text.strip().split(",") if part]
+    return {number for each in ends for number in range(int(each[0]), int(each[-1]) + 1)}
 
 
 def processors() -> int:

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
+from draftproof.native import numa
 from draftproof.native.structures import GGML_SEGMENTS, GGMLArguments
 from draftproof.native.tensors import CPU, LANES, Immutable, require
 
@@ -186,6 +187,12 @@ class GGMLWeight(Immutable):
 
     @functools.cached_property
     def _given(self) -> GGMLArguments:
+        blocks = [each.blocks for each in self.segments]
+        if self.matrices == 1:
+            numa.place(*blocks)
+        else:
+            for each in blocks:
+                numa.interleave(each)
         made = GGMLArguments(len(self.segments))
         for place, each in zip(made.of, self.segments, strict=False):
             place.weight = each.blocks.data_ptr()

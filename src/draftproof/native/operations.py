@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int, Int8, Int64
 from torch import Tensor
 
+from draftproof.native import numa
 from draftproof.native.ggml import INPUTS, LAYOUTS, GGMLWeight, Segment, StoredMatrix, repacked_shape
 from draftproof.native.structures import (
     MOST_DIM,
@@ -80,6 +81,7 @@ class Operations(Immutable):
         self.in_place = dtype == torch.bfloat16 and level.endswith("amx")
         self._unit = UNITS[dtype]
         attach_threads(library)
+        numa.attach(library)
         pointer: Any = ctypes.c_void_p
         number: Any = ctypes.c_int64
         real: Any = ctypes.c_float

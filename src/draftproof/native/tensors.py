@@ -10,6 +10,8 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Float, Float32, Int, UInt8
 from torch import Tensor
 
+from draftproof.native import numa
+
 LANES = 16  # neighbouring outputs
 BITS, GROUPS = (4, 8), (16, 32, 64, 128)  # of quantized weights: bits, and inputs that share a scale
 STORED_BITS = (2, *BITS)  # 2 bits are enough for an output layer whose largest outputs are computed again
@@ -61,6 +63,9 @@ class Interleaved:
     outs: int
     ins: int
 
+    def __post_init__(self) -> None:
+        numa.place(self.blocks)
+
     @classmethod
     def of(cls, *parts: Float[Tensor, "_ in"]) -> Interleaved:
         """Interleave plain weights of one of the types, whose outputs follow one another."""
@@ -104,6 +109,7 @@ class Plain:
 
     def __post_init__(self) -> None:
         require("weight", self.weight, self.weight.dtype)
+        numa.place(self.weight)
 
     @property
     def outs(self) -> int:
@@ -145,6 +151,9 @@ class Quantized:
     group: int
     # mean of what the outputs lack, where the mean of the inputs was known
     lost: Float32[Tensor, " outs"] | None = None
+
+    def __post_init__(self) -> None:
+        (numa.place if self.blocks.dim() == 2 else numa.interleave)(self.blocks)
 
     @property
     def arguments(self) -> tuple[int, int, int]:

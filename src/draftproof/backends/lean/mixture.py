@@ -17,6 +17,7 @@ from draftproof import native
 from draftproof.backends.lean.inputs import FusedProducts, linear_arguments, whole_product
 from draftproof.backends.lean.traits import LLAMA, Experts, Traits, UnreadError
 from draftproof.backends.products.packed_linear import PackedLinear, fuse, plain_of, release_pages, repacked
+from draftproof.native import numa
 from draftproof.native.ggml import GGMLWeight, StoredMatrix, why_not_joined
 from draftproof.native.operations import ACTIVATIONS
 from draftproof.native.structures import LinearArguments, MixtureArguments
@@ -154,6 +155,7 @@ class _Experts:
             alone = len(parts) == 1 and not matrices and parts[0].is_contiguous()
             self.weight = parts[0].detach() if alone else torch.cat(parts, 1)
             release_pages(weights)
+            numa.interleave(self.weight)
             address, bits = self.weight.data_ptr(), 0
         self.ins = weights[0].ins if isinstance(weights[0], Quantized) else weights[0].shape[-1]
         biases = [layer.bias for layer in layers if layer.bias is not None]

@@ -29,6 +29,8 @@ void draftproof_attach(parallel_fn with, number_fn own, number_fn count, barrier
   barrier = with ? wait : pool_barrier;
 }
 
+void draftproof_keep_threads(const kept_threads *where) { pool_keep_threads(where); }
+
 /* How far behind a line of weights the line lies that is fetched while it is used. Some blocks are read side by side; behind
    their ends the next ones follow, and not each other. `left`: bytes of a block from the line on; `beside`: bytes of the
    other blocks. */
@@ -43,7 +45,7 @@ static long blocks_beside(long rows, long left) {
 
 /* Work in blocks that threads share: each begins with a part of its own, takes some blocks of it at once, and helps others
    when it is done. So a thread that is held up, by another program or by memory, does not hold up the rest. */
-enum { MOST_PARTS = 32, SHARE_BYTES = 1 << 17, SHARE_BLOCKS = 12 };
+enum { MOST_PARTS = 256, SHARE_BYTES = 1 << 17, SHARE_BLOCKS = 12 };
 typedef struct {
   long blocks, parts, together; /* blocks in all, parts, blocks that are taken at once */
   struct {

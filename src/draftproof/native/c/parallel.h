@@ -8,6 +8,8 @@
 #ifndef DRAFTPROOF_PARALLEL_H
 #define DRAFTPROOF_PARALLEL_H
 
+#include <stdint.h>
+
 typedef void (*part_fn)(void *);
 typedef void (*parallel_fn)(part_fn, void *, unsigned, unsigned); /* function, argument, threads, flags of OpenMP */
 typedef int (*number_fn)(void);
@@ -19,5 +21,13 @@ WITHIN void pool_parallel(part_fn part, void *given, unsigned threads, unsigned 
 WITHIN int pool_number(void);
 WITHIN int pool_count(void);
 WITHIN void pool_barrier(void);
+
+/* Processors that the pool's threads may run on, by their numbers: masks [threads, words]. */
+typedef struct {
+  int64_t threads, words;
+  const uint64_t *masks;
+} kept_threads;
+
+WITHIN void pool_keep_threads(const kept_threads *where); /* it stays as it is, and so where it is */
 
 #endif

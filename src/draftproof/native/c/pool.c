@@ -9,6 +9,11 @@
 
 #include <stdatomic.h>
 
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #ifdef _WIN32
 #include <windows.h>
 
@@ -105,10 +110,29 @@ void pool_barrier(void) {
   if (!arrive()) wait_beyond(&met, now);
 }
 
+static _Atomic(const kept_threads *) kept;
+
+void pool_keep_threads(const kept_threads *where) { kept = where; }
+
+/* Go where a thread is kept since `*known`; one that the system does not let go there runs on. */
+static void go_where_kept(const kept_threads **known, long own) {
+  const kept_threads *where = atomic_load_explicit(&kept, memory_order_acquire);
+  if (where == *known) return;
+  *known = where;
+#ifdef __linux__
+  if (own < where->threads)
+    syscall(SYS_sched_setaffinity, 0, (size_t)where->words * sizeof(uint64_t), where->masks + own * where->words);
+#else
+  (void)own;
+#endif
+}
+
 static void work(long own) {
+  const kept_threads *known = 0;
   number = (int)own;
   for (unsigned before = 0;; before++) {
     wait_beyond(called + own, before);
+    go_where_kept(&known, own);
     count = (int)team;
     running(argument);
     arrive();
