@@ -150,11 +150,7 @@ def test_the_part_of_a_weight_lies_where_the_thread_is_that_reads_it(kind, calls
     numa.use_processors(None, "distribute")
     calls.clear()
     made, tensors = weights()[kind]
-    if kind == "ggml":
-        assert not moved(calls)
-        assert made.arguments
-    elif kind != "interleaved":
-        assert moved(calls)
+    assert made.arguments  # when these are made, parts that were joined are placed
     ranges = [
         each for each in moved(calls) if any(t.data_ptr() - PAGE < each[0] < t.data_ptr() + t.nbytes for t in tensors)
     ]
@@ -326,7 +322,7 @@ def test_threads_of_the_pool_go_where_they_are_kept():
     assert all(os.sched_getaffinity(task) == set(allowed) for task in tasks())
 
 
-@pytest.mark.parametrize("drafter", ["none", "model"])
+@pytest.mark.parametrize("drafter", ["none", "ngram:4"])
 def test_every_mode_writes_the_same_text(drafter, monkeypatch):
     """With two nodes that are pretended on one, whose calls and affinities are real."""
     allowed = sorted(os.sched_getaffinity(0))

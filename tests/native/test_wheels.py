@@ -3,6 +3,7 @@
 import ctypes
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -157,5 +158,12 @@ def test_a_wheel_by_zig_is_made_installed_and_used_where_it_can_be(system, tmp_p
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert all(f"`{level}`" in done.stdout for level in wheels.LEVELS[system])
+    said = done.stderr.strip().splitlines()[-1]
     if system == f"{library.machine()}-linux":
-        assert f"{library.choose()[0].name} " in done.stderr
+        assert f"{library.choose()[0].name} " in said
+    elif system in wheels.RUNNERS and shutil.which(wheels.RUNNERS[system][1][0]):
+        assert f"{system}: run by " in said
+        assert all(f"'{level}'" in said for level in wheels.LEVELS[system])
+    else:
+        assert f"{system}: not run" in said
+        pytest.skip(f"made and installed, but {said.partition(': ')[2]}")

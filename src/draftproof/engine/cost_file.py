@@ -22,7 +22,7 @@ from draftproof.drafters.base import SessionDrafter
 from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import reason
 from draftproof.files import Store
-from draftproof.native import threads
+from draftproof.native import numa, threads
 
 PAUSE = 30.0  # seconds between two writes while requests come and go
 VERSION = 9
@@ -111,4 +111,5 @@ def _key(engine: DecodingLoop) -> str:
         backends.dtype(target),
         target.device,
     )
-    return " | ".join(map(str, (*names, f"{torch.get_num_threads()} of {os.cpu_count()} threads, {threads.kind()}")))
+    ours = f"{torch.get_num_threads()} of {os.cpu_count()} threads, {threads.kind()}{numa.shown()}"
+    return " | ".join(map(str, (*names, ours)))

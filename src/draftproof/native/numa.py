@@ -127,6 +127,11 @@ def use_processors(threads: int | None, mode: str) -> None:
         _distribute(found)
 
 
+def shown() -> str:
+    """What rounds take may depend on it: over which nodes they are distributed, or nothing."""
+    return f", nodes {' '.join(str(each.number) for each in _spread)}" if _spread else ""
+
+
 def _isolate(found: list[Node], threads: int | None) -> None:
     """Keep all threads on a node: that with the most cores, among equal ones that of the calling thread.
 
