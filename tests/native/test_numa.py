@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import itertools
 import os
 import sys
 import threading
@@ -83,6 +84,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(numa, "_refused", set())
     monkeypatch.setattr(numa, "_kept", [])
     monkeypatch.setattr(numa, "_libraries", [])
+    monkeypatch.setattr(numa, "_HUGE", PAGE)
     monkeypatch.setattr(numa, "_call", lambda name, *given: made.append((name, *given)))
     monkeypatch.setattr(numa.os, "sched_setaffinity", lambda task, where: made.append(("affinity", task, set(where))))
     before = torch.get_num_threads()
@@ -182,13 +184,31 @@ def test_weights_that_have_no_order_are_interleaved_and_small_ones_stay(calls, m
     numa.use_processors(None, "distribute")
     calls.clear()
     Quantized(several, 1024, 0, 4, 32)
-    ((start, end, policy, mask),) = moved(calls)
-    assert (policy, mask) == (numa.INTERLEAVE, 0b11)
-    assert 0 <= start - several.data_ptr() < PAGE
-    assert 0 <= end - several.data_ptr() - several.nbytes < PAGE
+    found = moved(calls)
+    assert [mask for *_, mask in found] == ([1, 2] * 32)[: len(found)]
+    assert len(found) > 32
+    assert {policy for _, _, policy, _ in found} == {numa.PREFERRED}
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(found))
+    assert 0 <= found[0][0] - several.data_ptr() < PAGE
+    assert 0 <= found[-1][1] - several.data_ptr() - several.nbytes < PAGE
     calls.clear()
     Plain(torch.zeros(64, 64))
     assert not calls
+
+
+def test_huge_pages_are_not_divided(calls, monkeypatch, tmp_path):
+    two(monkeypatch, tmp_path)
+    monkeypatch.setattr(numa, "_HUGE", 1 << 21)
+    numa.use_processors(None, "distribute")
+    calls.clear()
+    weight = Plain(torch.zeros(2000, 2000)).weight
+    (first, second) = moved(calls)
+    assert first[1] == second[0]
+    assert first[1] % (1 << 21) == 0
+    assert abs(first[1] - weight.data_ptr() - weight.nbytes // 2) <= 1 << 20
+    small = Plain(torch.zeros(1000, 300)).weight  # of which no edge is outside
+    assert all(0 <= end - small.data_ptr() < small.nbytes + PAGE for _, end, *_ in moved(calls)[2:])
+    assert all(start >= small.data_ptr() for start, *_ in moved(calls)[2:])
 
 
 @pytest.mark.parametrize(
@@ -279,8 +299,7 @@ def test_real_calls_succeed_or_are_refused(monkeypatch, caplog):
         monkeypatch.setattr(numa, "_refused", set())
         ended.append(numa._attempt("set_mempolicy", lambda: numa._set_policy(numa.INTERLEAVE, here)))
         numa._attempt("set_mempolicy", lambda: numa._set_policy(numa.DEFAULT, []))
-        for policy in (numa.PREFERRED, numa.INTERLEAVE):
-            numa._move(numbers, policy, here)
+        numa._move(numbers, 0, numbers.nbytes, here[0])
 
     thread = threading.Thread(target=attempt)
     thread.start()

@@ -33,6 +33,8 @@ _CALLS = {  # numbers of system calls, which libc has no functions for
     "aarch64": {"mbind": 235, "set_mempolicy": 237},
 }
 _LEAST = 1 << 20  # bytes of a weight; smaller ones stay in caches, and every range costs the system a mapping
+_HUGE = 1 << 21  # bytes of a huge page, of which much of a weight may consist
+_PIECES = 64  # of a weight that is interleaved, at most, since each is a mapping
 _WORD = 64  # bits
 _log = logging.getLogger(__name__)
 
@@ -222,24 +224,36 @@ def place(*parts: Tensor) -> None:
         return
     rows, threads, start = sum(map(len, parts)), torch.get_num_threads(), 0
     for part in parts:
+        size = part.nbytes // max(len(part), 1)
         for node, (first, end) in zip(_spread, _parts(), strict=True):
-            least, most = (min(max(rows * each // threads - start, 0), len(part)) for each in (first, end))
-            _move(part[least:most], PREFERRED, [node])
+            least, most = (min(max(rows * each // threads - start, 0), len(part)) * size for each in (first, end))
+            _move(part, least, most, node)
         start += len(part)
 
 
 def interleave(weight: Tensor) -> None:
-    """Put the pages of a weight that threads divide in no fixed way on nodes in turn, if weights are distributed."""
-    if _spread and weight.nbytes >= _LEAST:
-        _move(weight, INTERLEAVE, _spread)
+    """Put pieces of a weight that threads divide in no fixed way on nodes in turn, if weights are distributed.
+
+    By a policy of this name, Linux would leave pages where they are that lie on any of the nodes.
+    """
+    if not _spread or weight.nbytes < _LEAST:
+        return
+    piece = -(-weight.nbytes // (_PIECES * _HUGE)) * _HUGE
+    for number, start in enumerate(range(0, weight.nbytes, piece)):
+        _move(weight, start, min(start + piece, weight.nbytes), _spread[number % len(_spread)])
 
 
-def _move(numbers: Tensor, policy: int, to: list[Node]) -> None:
-    """Move the pages that begin within some neighbouring numbers."""
-    page = os.sysconf("SC_PAGESIZE")
-    start, end = (-(-each // page) * page for each in (numbers.data_ptr(), numbers.data_ptr() + numbers.nbytes))
-    if numbers.is_contiguous() and start < end:
-        _attempt("mbind", lambda: _call("mbind", start, end - start, policy, *_mask(to), MOVE))
+def _move(weight: Tensor, first: int, end: int, to: Node) -> None:
+    """Move the pages of some bytes; an edge within the weight is where a huge page begins, which only moves whole."""
+    page, origin = os.sysconf("SC_PAGESIZE"), weight.data_ptr()
+    least, most = (-(-each // page) * page for each in (origin, origin + weight.nbytes))
+    inner = ((origin + each + _HUGE // 2) // _HUGE * _HUGE for each in (first, end))
+    start, stop = (
+        least if each <= 0 else most if each >= weight.nbytes else min(max(edge, least), most)
+        for each, edge in zip((first, end), inner, strict=True)
+    )
+    if weight.is_contiguous() and start < stop:
+        _attempt("mbind", lambda: _call("mbind", start, stop - start, PREFERRED, *_mask([to]), MOVE))
 
 
 def _set_policy(policy: int, to: list[Node]) -> None:
