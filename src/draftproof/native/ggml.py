@@ -191,8 +191,8 @@ class GGMLWeight(Immutable):
         if self.matrices == 1:
             numa.place(*blocks)
         else:
-            for each in blocks:
-                numa.interleave(each)
+            for several in blocks:
+                numa.interleave(several)
         made = GGMLArguments(len(self.segments))
         for place, each in zip(made.of, self.segments, strict=False):
             place.weight = each.blocks.data_ptr()
