@@ -220,7 +220,8 @@ def test_logits_of_files_of_each_type_are_those_of_transformers(kind, name, writ
     backend = read_model(GGUFFile(path), name=name, dtype=torch.float32)
     assert isinstance(backend.lean.run_layers, NativeLayers)
     assert backend.rounding == ""
-    assert 1e-5 < off(logits_of(backend), expected) < 0.05, "inputs have 8 bits"
+    most = 0.15 if name == "qwen3moe" else 0.05  # of two experts that are nearly equal, the other one may be chosen
+    assert 1e-5 < off(logits_of(backend), expected) < most, "inputs have 8 bits"
 
 
 @pytest.mark.parametrize("kind", [F16, BF16])
