@@ -231,6 +231,16 @@ def test_an_isolated_process_is_on_the_node_with_the_most_cores(processors, here
     beside.join()
 
 
+def test_threads_that_a_node_has_no_room_for_are_refused_before_the_process_is_kept_there(calls, monkeypatch, tmp_path):
+    two(monkeypatch, tmp_path)
+    numa.use_processors(None, "distribute")
+    calls.clear()
+    with pytest.raises(UserError, match=r"threads: expected 1 to 8, the processors of node [01], .* got 9"):
+        numa.use_processors(9, "isolate")
+    assert not calls
+    assert numa._spread
+
+
 def test_processes_of_one_target_take_nodes_in_turn(calls, monkeypatch, tmp_path):
     two(monkeypatch, tmp_path)
     monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)

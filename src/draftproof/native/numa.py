@@ -138,17 +138,20 @@ def _isolate(found: list[Node], threads: int | None) -> None:
     """Keep all threads on a node: that with the most cores, among equal ones that of the calling thread.
 
     Linux takes new memory from the node of the thread that writes there first, and from others if that is full.
-    Processes that share a target take nodes in turn.
+    Processes that share a target take nodes in turn. Threads that do not fit are refused before anything is changed.
     """
-    if _spread:  # an earlier engine's
-        _spread.clear()
-        _attempt("set_mempolicy", lambda: _set_policy(DEFAULT, []))
-        _keep([])
     if torch.distributed.is_available() and torch.distributed.is_torchelastic_launched():
         node = found[int(os.environ.get("LOCAL_RANK", "0")) % len(found)]
     else:
         here = ctypes.CDLL(None).sched_getcpu()
         node = max(found, key=lambda each: (each.cores, here in each.processors))
+    if threads is not None and not 1 <= threads <= len(node.processors):
+        most = f"1 to {len(node.processors)}, the processors of node {node.number}, where numa isolate keeps them"
+        raise UserError(f"threads: expected {most}, got {threads}")
+    if _spread:  # an earlier engine's
+        _spread.clear()
+        _attempt("set_mempolicy", lambda: _set_policy(DEFAULT, []))
+        _keep([])
     if not _attempt("sched_setaffinity", lambda: _keep_process(node.processors)):
         return
     limit_threads()
