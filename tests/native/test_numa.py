@@ -292,11 +292,11 @@ def test_what_the_system_refuses_is_said_once(number, calls, monkeypatch, tmp_pa
 
 
 def test_modes_that_cannot_be_had_are_errors(monkeypatch):
-    with pytest.raises(UserError, match="numa: expected one of auto, isolate, distribute, got 'all'"):
+    with pytest.raises(UserError, match="numa: expected one of off, isolate, distribute, got 'all'"):
         EngineOptions(numa="all")
     monkeypatch.setattr(numa.sys, "platform", "darwin")
-    EngineOptions(numa="auto")
-    with pytest.raises(UserError, match="numa: expected auto on darwin, got 'isolate', which is for Linux"):
+    EngineOptions(numa="off")
+    with pytest.raises(UserError, match="numa: expected off on darwin, got 'isolate', which is for Linux"):
         EngineOptions(numa="isolate")
 
 
@@ -376,7 +376,7 @@ def test_every_mode_writes_the_same_text(drafter, monkeypatch):
         numa._attempt("set_mempolicy", lambda: numa._set_policy(numa.DEFAULT, []))
         numa._keep_process(frozenset(allowed))
         torch.set_num_threads(before)
-    assert texts["auto"] == texts["isolate"] == texts["distribute"]
+    assert texts["off"] == texts["isolate"] == texts["distribute"]
 
 
 def test_wrong_places_would_be_seen(calls, monkeypatch, tmp_path):

@@ -80,7 +80,7 @@ class EngineOptions:
             one for each core, within the limit of processor time. Results of native operations do not depend on it.
         numa: on a Linux machine with several memory nodes (sockets), where threads run and weights lie, for the whole
             process: isolate keeps both on one node; distribute keeps native threads on all nodes and puts the part of a
-            weight that each reads on its node. auto touches nothing. Without effect on one node.
+            weight that each reads on its node. off touches nothing. Without effect on one node.
 
     Raises:
         UserError: an unknown name or an invalid value.
@@ -113,7 +113,7 @@ class EngineOptions:
     generation_config: str = "auto"
     tensor_parallel: int = 1
     threads: int | None = None
-    numa: str = "auto"
+    numa: str = "off"
 
     def __post_init__(self) -> None:
         """Read the names before any model is loaded."""

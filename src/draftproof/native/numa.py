@@ -25,7 +25,7 @@ from draftproof.errors import UserError
 from draftproof.native.cores import count_cores, numbers_of
 from draftproof.native.threads import NUMBER, limit_threads, use_threads
 
-MODES = ("auto", "isolate", "distribute")
+MODES = ("off", "isolate", "distribute")
 DEFAULT, PREFERRED, INTERLEAVE = 0, 1, 3  # policies, as in Linux's mempolicy.h
 MOVE = 2  # MPOL_MF_MOVE: pages that exist move, too
 _CALLS = {  # numbers of system calls, which libc has no functions for
@@ -64,8 +64,8 @@ def require_numa(mode: str) -> None:
     """Refuse a mode that is unknown, or that this system does not have."""
     if mode not in MODES:
         raise UserError(f"numa: expected one of {', '.join(MODES)}, got {mode!r}")
-    if mode != "auto" and sys.platform != "linux":
-        raise UserError(f"numa: expected auto on {sys.platform}, got {mode!r}, which is for Linux: leave it out")
+    if mode != "off" and sys.platform != "linux":
+        raise UserError(f"numa: expected off on {sys.platform}, got {mode!r}, which is for Linux: leave it out")
 
 
 def nodes(root: Path = Path("/")) -> list[Node]:
@@ -120,7 +120,7 @@ def use_processors(threads: int | None, mode: str) -> None:
         UserError: a mode or a number of threads that cannot be had.
     """
     require_numa(mode)
-    found = [] if mode == "auto" else nodes()
+    found = [] if mode == "off" else nodes()
     if mode == "isolate" and len(found) > 1:
         _isolate(found, threads)
     if threads is not None:
