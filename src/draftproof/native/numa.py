@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
+import mmap
 import os
 import platform
 import sys
@@ -248,7 +249,7 @@ def interleave(weight: Tensor) -> None:
 
 def _move(weight: Tensor, first: int, end: int, to: Node) -> None:
     """Move the pages of some bytes; an edge within the weight is where a huge page begins, which only moves whole."""
-    page, origin = os.sysconf("SC_PAGESIZE"), weight.data_ptr()
+    page, origin = mmap.PAGESIZE, weight.data_ptr()
     least, most = (-(-each // page) * page for each in (origin, origin + weight.nbytes))
     inner = ((origin + each + _HUGE // 2) // _HUGE * _HUGE for each in (first, end))
     start, stop = (
