@@ -1,8 +1,10 @@
 """The suite's own tools: which tests and cases run, parts of the tests by turns, and the processor time of tests."""
 
+import os
 import subprocess
 import sys
 from itertools import combinations, product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -66,7 +68,9 @@ def test_pytests_own_cases_are_chosen_by_the_values_of_their_parameters(tmp_path
     path = tmp_path / "test_grid.py"
     path.write_text(GRID)
     command = [sys.executable, "-m", "pytest", "-p", "support.grids", "-m", "not slow", "--co", "-q", path]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    # options that the environment adds may be those of other plug-ins
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "PYTEST_ADDOPTS": ""}
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment).stdout
     cases = [line.partition("[")[2].rstrip("]").split("-") for line in found.splitlines() if "[" in line]
     assert sorted(word for *_, word in cases) == ["a", "b", "c"]
     assert sorted(number for _, number, _ in cases) == ["1", "2", "True"]
