@@ -79,8 +79,7 @@ def _heads_of(draft: str | None) -> Path | None:
         return SHIPPED_HEADS.get(draft or "")
     if argument:
         return directory(argument)[0] / OWN_HEADS
-    (shipped,) = {*SHIPPED_FEATURE_HEADS.values()}
-    return shipped / OWN_HEADS
+    return feature_head_dir() / OWN_HEADS
 
 
 def _refuse_oracle(argument: str, draft: str | None) -> Stopper:  # noqa: ARG001

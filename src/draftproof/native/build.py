@@ -32,7 +32,7 @@ PACKAGED = Path(__file__).parent / "built"  # filled when a wheel is built
 SUFFIXES = {"linux": ".so", "darwin": ".dylib", "win32": ".dll"}  # of libraries, by `sys.platform`
 MACHINES = {"arm64": "aarch64", "AMD64": "x86_64"}  # of macOS and of Windows, by their names on Linux
 _FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-pthread")
-_SPACE = 64 << 20  # bytes that compilers need for passing files, with some to spare
+_SPACE = 32 << 20  # bytes for files that compilers pass on, twice what the largest level takes
 _TIMEOUT = 900  # seconds for a compiler: portable code takes 140 of a fast processor
 _KEPT = Store("native", most=16, most_bytes=256 << 20)  # libraries of earlier versions and other machines go
 _log = logging.getLogger(__name__)

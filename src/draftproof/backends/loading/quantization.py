@@ -34,8 +34,7 @@ def read_quantization(given: Any) -> Any:
         if _method(given) == "bitsandbytes" and not (given.load_in_4bit or given.load_in_8bit):
             raise _refused(given, "it has no load_in_4bit or load_in_8bit")
         return copy.deepcopy(given)
-    # transformers takes what is missing for its default, and ignores what it does not know: a misspelt field would
-    # load a model of 16 bits without a word.
+    # transformers leaves out fields that it does not know: of a misspelt one its default would hold without a word.
     fields = quantization_fields(given)
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoQuantizationConfig
 
