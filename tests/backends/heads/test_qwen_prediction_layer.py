@@ -247,9 +247,10 @@ def test_exact_output_distribution(name, spec, rule, tmp_path):
     def drafter():
         return make_drafter(spec, target=target, draft=None, stopper="fixed:2")
 
-    # The delta rule works in float32 in every dtype, and so do the shares of experts: 3.2e-7 apart at most, as without
-    # drafts, from which the outputs differ by 1e-16.
-    assert_output_distribution(target, drafter, rule, length=3, tolerance=5e-7)
+    # The delta rule works in float32 in every dtype: 1.3e-7 apart, and 1e-16 if it is made to work in float64. So do
+    # the shares of experts: 3.2e-7 apart at most, as without drafts, from which the outputs differ by 1e-16.
+    tolerance = 3e-7 if name == "qwen3_5_text" else 5e-7
+    assert_output_distribution(target, drafter, rule, length=3, tolerance=tolerance)
     assert_other_rows_are_seen(target, drafter, rule, length=3, tolerance=1e-4)
 
 
