@@ -1,8 +1,10 @@
 """Measure models in GGUF files in their own numbers, in turns with llama.cpp where the package xllamacpp is installed.
 
-    python scripts/measure_gguf.py [FILE ...] [--shape 1.5b ...] [--repeats 5] [--python OTHER] [--out OUT]
+    python scripts/measure_gguf.py [FILE ...] [--shape 1.5b ...] [--repeats 5] [--python OTHER] [--out OUT] [--resume]
 
 With --python, the environment variable LLAMA_SERVER may name a program of llama.cpp that was built for this processor.
+--llama-bench names its program for passes of several rows. With --resume, files whose figures stand in OUT.json are
+not measured again.
 
 A shape is written with random blocks of the types that stand in a Q4_K_M file: what a pass costs does not depend on
 what weights say, but for mixtures, whose tokens choose experts by chance here. Tokens a second after the prompt are
@@ -442,6 +444,19 @@ class Worker:
             raise SystemExit(f"an engine ended with code {self._process.wait()}")
         return line
 
+    def peak(self) -> int:
+        """MiB of memory that its largest process had at most; with what it maps of files."""
+        most = 0
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                group = os.getpgid(int(folder.name))
+                status = (folder / "status").read_text(encoding="utf-8")
+            except OSError:  # it has ended
+                continue
+            if group == self._process.pid and (mark := re.search(r"VmHWM:\s+(\d+) kB", status)):
+                most = max(most, int(mark[1]) >> 10)
+        return most
+
     def ask(self, **asked: Any) -> Any:
         """What it answers: as a rule how many seconds it took."""
         assert self._process.stdin is not None, "piped"
@@ -465,13 +480,18 @@ def speeds(seconds: Callable[..., float]) -> dict[str, float]:
     return made
 
 
+def passes_of_other(program: str, path: Path) -> dict[int, float]:
+    """Milliseconds of llama.cpp's passes by rows, after 128 tokens, each the mean of three."""
+    command = [program, "-m", str(path), "-t", str(torch.get_num_threads()), "-n", "0", "-d", "128", "-r", "3"]
+    command += ["-p", ",".join(map(str, ROWS)), "-o", "json"]
+    environment = {name: value for name, value in os.environ.items() if name not in SPINNING}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return {each["n_prompt"]: each["avg_ns"] / 1e6 for each in json.loads(done.stdout)}
+
+
 def measure(path: Path, options: Any) -> dict[str, Any]:
     """All figures of one file."""
     ours = Worker([sys.executable, __file__, "--serve", str(path)])
-    other = None
-    if options.python:
-        command = [options.python, "-m", "draftproof.bench.worker", "llama.cpp", str(path), "auto", "1"]
-        other = Worker(command, SPINNING)
     found: dict[str, Any] = {
         **json.loads(ours.first),
         "bytes": path.stat().st_size,
@@ -480,8 +500,16 @@ def measure(path: Path, options: Any) -> dict[str, Any]:
         "ours": [],
         "llama.cpp": [],
     }
+    other = None
+    if options.python:
+        command = [options.python, "-m", "draftproof.bench.worker", "llama.cpp", str(path), "auto", "1"]
+        start = time.perf_counter()
+        other = Worker(command, SPINNING)
+        other.ask(prompts=[ids_of(128)], tokens=1, temperature=0.0)
+        found |= {"other load": time.perf_counter() - start, "other peak": other.peak()}
     found["experts"] = {str(rows): ours.ask(rows=rows, count=True) for rows in ROWS}
     times: dict[int, list[float]] = {rows: [] for rows in ROWS}
+    others: dict[int, list[float]] = {rows: [] for rows in ROWS}
     for _ in range(options.repeats):
         ours.ask(rows=ROWS[-1])  # the other engine was at work
         for rows in ROWS:
@@ -490,6 +518,11 @@ def measure(path: Path, options: Any) -> dict[str, Any]:
         found["ours"].append(speeds(ours.ask))
         if other is not None:
             found["llama.cpp"].append(speeds(other.ask))
+        if options.llama_bench:
+            for rows, taken in passes_of_other(options.llama_bench, path).items():
+                others[rows].append(taken)
+    if options.llama_bench:
+        found["other rows"] = {str(rows): median(each) for rows, each in others.items()}
     found["rows"] = {str(rows): 1000 * median(each) for rows, each in times.items()}
     found["least"] = {str(rows): 1000 * min(each) for rows, each in times.items()}
     ours.end()
@@ -554,8 +587,18 @@ def page(rows: dict[str, Any], options: Any) -> Results:
         ]
         for name, found in rows.items()
     ]
+    beside = [
+        [name, f"{each['1']:.1f}", *(f"{each[str(n)] / each['1']:.2f}" for n in ROWS[1:])]
+        for name, found in rows.items()
+        if (each := found.get("other rows"))
+    ]
     memory = [
-        [name, f"{found['bytes'] / 2**20:.0f}", f"{found['peak']}", f"{found['load']:.1f}"]
+        [
+            name,
+            f"{found['bytes'] / 2**20:.0f}",
+            *(f"{found['peak']}", f"{found['load']:.1f}"),
+            *([f"{found['other peak']}", f"{found['other load']:.1f}"] if "other peak" in found else ["", ""]),
+        ]
         for name, found in rows.items()
     ]
     heads = ["file", "engine", *(f"{part} tokens" if "prompt" in part else "after the prompt" for part in parts)]
@@ -571,12 +614,36 @@ def page(rows: dict[str, Any], options: Any) -> Results:
         "",
         *table(["file", "one row, ms", "GB/s", "share of reading", *(f"{n} rows" for n in ROWS[1:])], passes),
         "",
+        *(
+            [
+                "The same of llama.cpp's `llama-bench`, whose passes compute the logits of their last row only:",
+                "",
+                *table(["file", "one row, ms", *(f"{n} rows" for n in ROWS[1:])], beside),
+                "",
+            ]
+            if beside
+            else []
+        ),
         *mixture_lines(rows),
-        "Memory, and seconds until a prompt of 128 tokens is read, in a process that has imported the library:",
+        "Memory, and seconds until a prompt of 128 tokens is read: ours in a process that has imported the library,",
+        "llama.cpp's from the start of its process, which maps the file and counts it in its peak:",
         "",
-        *table(["file", "file, MiB", "peak, MiB", "load, s"], memory),
+        *table(["file", "file, MiB", "peak, MiB", "load, s", "llama.cpp, peak, MiB", "load, s"], memory),
     ]
     return Results("Models in GGUF files, in their own numbers", lines, rows, run_facts())
+
+
+def measured(out: Path) -> dict[str, Any]:
+    """The files that an earlier call measured; an error where it had another state of the code or machine."""
+    path = Path(f"{out}.json")
+    if not path.exists():
+        return {}
+    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    facts, _ = kept.pop("provenance"), kept.pop("title")
+    for name in ("commit", "machine"):
+        if facts[name] != run_facts()[name]:
+            raise SystemExit(f"{path}: expected figures of this {name}, got those of {facts[name]}")
+    return kept
 
 
 def main() -> None:
@@ -589,15 +656,20 @@ def main() -> None:
     parser.add_argument("--shape", nargs="*", choices=(*SHAPES, *ON_MODULES), default=[])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--python", help="an interpreter with xllamacpp, for llama.cpp in turns")
+    parser.add_argument("--llama-bench", help="llama.cpp's program, for its passes of several rows")
+    parser.add_argument("--resume", action="store_true", help="keeps the files whose figures stand in OUT.json")
     options = parser.parse_args()
-    rows = {}
+    rows = measured(options.out) if options.resume and options.out is not None else {}
     with tempfile.TemporaryDirectory() as folder:
         for each in (*options.shape, *options.files):
             if isinstance(each, Path):
                 path, title = each, each.name
             else:
                 path, title = Path(folder) / "shape.gguf", f"random {each}, Q4_K_M's types"
-                write_shape(path, each)
+                if title not in rows:
+                    write_shape(path, each)
+            if title in rows:
+                continue
             common.say(options, "measuring", title)
             rows[title] = measure(path, options)
             if options.out is not None:  # after each file: the next one may be interrupted
