@@ -27,7 +27,7 @@ from draftproof.audit.statistics import (
 )
 from draftproof.audit.suite import CONTEXTS, ToyPair, suite
 from draftproof.cli import app
-from draftproof.engine.registry import LOSSY, VERIFIERS
+from draftproof.engine.verifier_parts import LOSSY, VERIFIERS
 from draftproof.functional import block_verify, spectr_verify, token_verify
 from draftproof.testing import total_variation
 from type_checks import checks_off

@@ -12,7 +12,8 @@ from draftproof import Engine, SamplingParams, UserError
 from draftproof.drafters import suffix
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.drafter_parts import make_drafter
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.functional.chain import ChainVerdict
 from draftproof.rng import CounterRoundRng
 from draftproof.testing import TableModel, assert_lossless, exact_distribution, target_distribution, total_variation
