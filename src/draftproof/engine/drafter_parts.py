@@ -238,7 +238,6 @@ DRAFTERS: dict[str, DrafterPart] = {
         DrafterPart(
             name="auto",
             argument="HEAD",
-            example="auto:eagle3:heads/mine",
             about="in every round the best of the draft model, the target's own prediction layers, a head that ships "
             "for it or is named (auto:eagle3:HEAD), the target with 4-bit weights, repeated passages, and nothing "
             "(default)",
@@ -263,7 +262,6 @@ DRAFTERS: dict[str, DrafterPart] = {
         DrafterPart(
             name="chains",
             argument="K",
-            example="chains:4",
             about="K i.i.d. chains from the draft model, equal prefixes merged",
             make=_chains,
             traits=DrafterTraits(reads_draft=True),
@@ -274,7 +272,6 @@ DRAFTERS: dict[str, DrafterPart] = {
         DrafterPart(
             name="tree",
             argument="AxBxC",
-            example="tree:4x2x1",
             about="a prefix tree from the draft model: A draws at the root, B at each of its nodes, ...",
             make=_tree,
             traits=DrafterTraits(reads_draft=True),
@@ -284,7 +281,6 @@ DRAFTERS: dict[str, DrafterPart] = {
         DrafterPart(
             name="early_exit",
             argument="L",
-            example="early_exit:20",
             about="one chain from the target's own first L layers; early_exit:LxK makes K i.i.d. chains",
             make=_inside("early_exit", EarlyExitBackend, _layers_and_chains),
             traits=DrafterTraits(shares_cache=True),
@@ -295,7 +291,6 @@ DRAFTERS: dict[str, DrafterPart] = {
         DrafterPart(
             name="quantized",
             argument="B",
-            example="quantized:4",
             about="one chain from the target with weights of B bits, 4 or 8; quantized:BxK makes K i.i.d. chains",
             make=_inside("quantized", QuantizedBackend, _bits_and_chains),
             traits=DrafterTraits(shares_cache=True, stationary=False),
@@ -308,7 +303,6 @@ DRAFTERS: dict[str, DrafterPart] = {
         DrafterPart(
             name="feature_head",
             argument="DIR",
-            example="feature_head:heads/mine",
             about="one chain from a trained layer over the target's hidden states; feature_head:DIRxK makes K chains; "
             f"without DIR the head that ships for the target ({', '.join(SHIPPED_FEATURE_HEADS)})",
             make=_feature_head,
@@ -320,7 +314,6 @@ DRAFTERS: dict[str, DrafterPart] = {
         DrafterPart(
             name="ngram",
             argument="N",
-            example="ngram:8",
             about="up to N tokens that followed an earlier occurrence of the last ones; no draft model",
             make=_lookup(NgramDrafter, "ngram:8"),
             stops=False,
@@ -329,7 +322,6 @@ DRAFTERS: dict[str, DrafterPart] = {
         DrafterPart(
             name="suffix",
             argument="N",
-            example="suffix:16",
             about="up to N tokens that most often followed the longest suffix known from this and other requests",
             make=_lookup(SuffixDrafter, "suffix:16"),
             learns=True,
