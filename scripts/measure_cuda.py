@@ -27,8 +27,9 @@ from draftproof.backends.base import Feed
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.lean.graph_backend import GraphBackend
+from draftproof.engine.drafter_parts import make_drafter
 from draftproof.engine.loop import DecodingLoop
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.functional import chain, coupling
 from draftproof.provenance import run_facts
 from draftproof.results import Results, median_and_range, table

@@ -32,7 +32,7 @@ from draftproof.draft import Draft
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.drafters.ngram import with_probabilities
 from draftproof.drafters.none import NoDrafter
-from draftproof.engine.registry import make_drafter
+from draftproof.engine.drafter_parts import make_drafter
 from draftproof.provenance import run_facts
 from draftproof.results import Results, median_and_range, table
 from draftproof.rng import RoundRng

@@ -31,7 +31,7 @@ from draftproof.draft import Draft
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.ngram import point_chain
 from draftproof.drafters.none import NoDrafter
-from draftproof.engine.registry import make_verifier
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.provenance import run_facts
 from draftproof.results import Results, median_and_range, table
 from draftproof.rng import RoundRng

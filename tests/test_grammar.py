@@ -14,7 +14,7 @@ from draftproof.draft import Origin
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.engine.registry import make_verifier
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.errors import NoTokenError
 from draftproof.grammar import Grammars
 from draftproof.stoppers.fixed import FixedLength

@@ -12,7 +12,7 @@ from draftproof.backends.base import Feed
 from draftproof.backends.loading.fast_tokenizer import Description, FastTokenizer, describe
 from draftproof.cli.generate import GenerateRun, PromptInput
 from draftproof.engine.prompts import PromptReader
-from draftproof.engine.registry import make_verifier
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.finish import Cutter
 from draftproof.integrations.rollout import Rollouts
 from draftproof.reasoning import Reasoning, ReasoningConstraint, ReasoningMarkers, reasoning_after, reasoning_markers

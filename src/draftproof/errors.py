@@ -89,3 +89,9 @@ def refuse_below_one(**numbers: int) -> None:
     for name, value in numbers.items():
         if value < 1:
             raise UserError(f"{name.replace('_', ' ')}: expected 1 or more, got {value}")
+
+
+def refuse_outside(what: str, value: int | float, least: int, most: int, unit: str = "") -> None:  # noqa: PYI041 - an int is no float to the checks of the tests
+    """Refuse a number that is not between two others, both of which are legal."""
+    if not least <= value <= most:
+        raise UserError(f"{what}: expected {least} to {most}{unit}, got {value}")

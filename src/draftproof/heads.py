@@ -13,9 +13,10 @@ There are three kinds. Each gives one number for a drafted token y with target p
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -24,11 +25,12 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from draftproof.errors import UserError, reason, refuse_unknown
-from draftproof.files import read_object
+from draftproof.files import read_object, write_json
 
 KINDS = ("acceptance", "log_ratio", "verifier")
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FORMAT = 1
+_Network = TypeVar("_Network", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -93,30 +95,41 @@ class Head(nn.Module):
 def save_head(head: Head, directory: Path) -> None:
     """Write the head's config and weights into an existing directory."""
     save_file({name: tensor.contiguous() for name, tensor in head.state_dict().items()}, directory / WEIGHTS)
-    text = json.dumps({"format": FORMAT, **asdict(head.config)}, indent=2) + "\n"
-    (directory / CONFIG).write_text(text, encoding="utf-8")
+    write_json(directory / CONFIG, {"format": FORMAT, **asdict(head.config)})
 
 
 def load_head(directory: str | Path) -> Head:
     """Read a head from its directory."""
+    return load_network(directory, HeadConfig, Head, "head", format=FORMAT)
+
+
+def load_network(
+    directory: str | Path, of: type[Any], network: Callable[[Any], _Network], what: str, **stated: object
+) -> _Network:
+    """Read a trained network from its directory, in eval mode.
+
+    Args:
+        directory: with a config and weights.
+        of: dataclass of the config's fields.
+        network: makes it from the config.
+        what: its name in errors, and in the command that trains it.
+        stated: what the config says besides, such as a format.
+    """
     where = Path(directory).expanduser()
     for name in (CONFIG, WEIGHTS):
         if not (where / name).is_file():
             raise UserError(
-                f"no head in {str(where)!r} ({name} is missing): expected a directory made by `draftproof train head`"
+                f"no {what} in {str(where)!r} ({name} is missing): expected a directory made by `draftproof train "
+                f"{what.replace(' ', '-')}`"
             )
-    head = Head(_read_config(where / CONFIG))
+    found = read_object(where / CONFIG, f"the config of a {what}")
+    said = {name: found.pop(name, None) for name in stated}
+    known = {each.name: each.default is MISSING for each in fields(of)}
+    if said != stated or not {name for name, needed in known.items() if needed} <= set(found) <= known.keys():
+        raise UserError(f"{str(where / CONFIG)!r} is not the config of a {what} of format {stated['format']}")
+    made = network(of(**found))
     try:
-        head.load_state_dict(load_file(where / WEIGHTS))
+        made.load_state_dict(load_file(where / WEIGHTS))
     except Exception as cause:
-        raise UserError(f"the weights of the head {str(where)!r} do not fit its config: {reason(cause)}") from cause
-    return head.requires_grad_(requires_grad=False).eval()
-
-
-def _read_config(path: Path) -> HeadConfig:
-    found = read_object(path, "the config of a head")
-    version = found.pop("format", None)
-    known = {field.name for field in fields(HeadConfig)}
-    if version != FORMAT or not {"kind", "hidden_size", "draft", "target"} <= set(found) <= known:
-        raise UserError(f"{str(path)!r} is not the config of a head of format {FORMAT}")
-    return HeadConfig(**found)
+        raise UserError(f"the weights of the {what} {str(where)!r} do not fit its config: {reason(cause)}") from cause
+    return made.requires_grad_(requires_grad=False).eval()

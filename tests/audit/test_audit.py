@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import draftproof.audit.adapters
 import draftproof.audit.check
 import draftproof.audit.rules
-from draftproof.audit.check import load_rule
+from draftproof.audit.check import RuleCheckOptions, load_rule
 from draftproof.audit.distributions import SharedRng, all_drafts, as_paths, compare, complete, verdicts, verdicts_alone
 from draftproof.audit.rules import IN_ENGINE, all_rules, count_lines
 from draftproof.audit.statistics import (
@@ -27,7 +27,7 @@ from draftproof.audit.statistics import (
 )
 from draftproof.audit.suite import CONTEXTS, ToyPair, suite
 from draftproof.cli import app
-from draftproof.engine.registry import LOSSY, VERIFIERS
+from draftproof.engine.verifier_parts import LOSSY, VERIFIERS
 from draftproof.functional import block_verify, spectr_verify, token_verify
 from draftproof.testing import total_variation
 from type_checks import checks_off
@@ -277,7 +277,7 @@ def test_bad_options_are_one_line(rules_file, options, code, message):
 
 def test_the_audited_rule_leaves_the_global_generator_alone(rules_file):
     before = torch.get_rng_state()
-    list(draftproof.audit.check.check(load_rule(f"{rules_file}:own"), samples=1000))
+    list(draftproof.audit.check.check(load_rule(f"{rules_file}:own"), RuleCheckOptions(samples=1000)))
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -21,7 +21,7 @@ from draftproof.bench.record import FILE, Generation, Log, Record, by_cell, read
 from draftproof.bench.report import COUNT_HEADS, FIGURES, REPORT, by_setting, count_table, markdown, write_report
 from draftproof.bench.run import question_seed, run, turns
 from draftproof.bench.summary import summaries, summarize
-from draftproof.engine.registry import DRAFTERS
+from draftproof.engine.drafter_parts import DRAFTERS
 from draftproof.provenance import KEY, header
 from support.helpers import CONFIGS, embedded_model
 

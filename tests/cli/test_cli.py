@@ -20,7 +20,9 @@ from draftproof.cli import COMMANDS, _compare, app, main
 from draftproof.cli._options import field_help
 from draftproof.cli._sampling import SAMPLING
 from draftproof.embedded import draft_dir, target_dir
-from draftproof.engine.registry import DRAFTERS, OFFERED_STOPPERS, VERIFIERS
+from draftproof.engine.drafter_parts import DRAFTERS
+from draftproof.engine.stopper_parts import OFFERED_STOPPERS
+from draftproof.engine.verifier_parts import VERIFIERS
 from draftproof.sampling import MODEL_DEFAULTS
 from support.commands import environment
 from support.docs_pages import every_command

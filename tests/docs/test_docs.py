@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 from draftproof import Engine, SamplingParams
 from draftproof.cli import app
 from draftproof.cli._chat_commands import COMMANDS as CHAT_COMMANDS
-from draftproof.engine.registry import DRAFTERS, STOPPERS, VERIFIERS
+from draftproof.engine.drafter_parts import DRAFTERS
+from draftproof.engine.stopper_parts import STOPPERS
+from draftproof.engine.verifier_parts import VERIFIERS
 from draftproof.native.build import LEVELS
 from support.docs_pages import (
     DOCS,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from draftproof.engine.registry import LOSSY, VERIFIERS
+from draftproof.engine.verifier_parts import LOSSY, VERIFIERS
 from support.each import for_each
 
 PAGES = Path(__file__).parents[2] / "docs" / "rules"

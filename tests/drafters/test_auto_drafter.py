@@ -14,7 +14,8 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine import drafter_parts
-from draftproof.engine.registry import DRAFTERS, make_drafter, make_verifier
+from draftproof.engine.drafter_parts import DRAFTERS, make_drafter
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, SplitRoundRng
 from draftproof.stoppers.auto import Auto
 from draftproof.stoppers.base import RoundTime

@@ -14,7 +14,8 @@ from draftproof.backends.loading.options import LoadOptions
 from draftproof.drafters import auto as auto_module
 from draftproof.drafters.auto import AutoDrafter, CandidateDrafter
 from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.drafter_parts import make_drafter
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.integrations.transformers import speculative
 from draftproof.stoppers.base import AcceptanceRates
 from draftproof.stoppers.costs import DraftCosts

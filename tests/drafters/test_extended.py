@@ -12,7 +12,7 @@ from draftproof.draft import Draft
 from draftproof.drafters import extended as module
 from draftproof.drafters.extended import ExtendedDrafter
 from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.engine.registry import find_drafter, make_drafter, why_not
+from draftproof.engine.drafter_parts import find_drafter, make_drafter, why_not
 from draftproof.sampling import SamplingParams as Params
 from draftproof.testing import engine_distribution, target_distribution, total_variation
 from draftproof.tree import TokenTree

@@ -14,7 +14,7 @@ from draftproof.drafters.auto import AutoDrafter
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.predicted import PredictedText
 from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.engine.registry import make_verifier
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.testing import TableModel, engine_distribution, exact_distribution, target_distribution, total_variation
 from support.changing_costs import changing
 from support.commands import call

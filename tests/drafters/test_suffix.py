@@ -12,7 +12,8 @@ from draftproof import Engine, SamplingParams, UserError
 from draftproof.drafters import suffix
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.drafter_parts import make_drafter
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.functional.chain import ChainVerdict
 from draftproof.rng import CounterRoundRng
 from draftproof.testing import TableModel, assert_lossless, exact_distribution, target_distribution, total_variation
@@ -129,7 +130,7 @@ def test_tokens_of_the_last_round_are_remembered():
         ({"factor": -1.0}, "suffix factor: expected 0 or more .*, got -1.0"),
         ({"factor": float("nan")}, "suffix factor: expected .*, got nan"),
         ({"factor": float("inf")}, "suffix factor: expected .*, got inf"),
-        ({"threshold": 1.5}, "suffix threshold: expected a probability, 0 to 1, got 1.5"),
+        ({"threshold": 1.5}, "suffix threshold: expected 0 to 1, got 1.5"),
         ({"capacity": -1}, "suffix capacity: expected 0 or more tokens, got -1"),
     ],
 )

@@ -25,9 +25,9 @@ from draftproof.audit.compositions import (
     toy_engine,
 )
 from draftproof.drafters.model import ModelDrafter
-from draftproof.engine import registry as parts
+from draftproof.engine import drafter_parts, stopper_parts
 from draftproof.engine.published_parts import PUBLISHED
-from draftproof.engine.registry import LOSSY, VERIFIERS
+from draftproof.engine.verifier_parts import LOSSY, VERIFIERS
 from draftproof.rng import CounterRoundRng
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
@@ -76,8 +76,8 @@ def test_every_part_has_a_toy():
     more = {"wide", "model+suffix"}  # a second shape of tree, a chain that another drafter extends
     # They have tests of their own: tables have no layers.
     whole = {"early_exit", "quantized", "feature_head", "auto", *(part.name for part in PUBLISHED)}
-    assert set(DRAFTERS) - more == {spec.partition(":")[0] for spec in parts.DRAFTERS} - whole
-    assert set(STOPPERS) == set(parts.STOPPERS)
+    assert set(DRAFTERS) - more == {spec.partition(":")[0] for spec in drafter_parts.DRAFTERS} - whole
+    assert set(STOPPERS) == set(stopper_parts.STOPPERS)
     assert {made.rule for made in ALL} == set(VERIFIERS)
 
 

@@ -12,7 +12,7 @@ from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.options import EngineOptions
-from draftproof.engine.registry import make_verifier
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.errors import RequestError
 from draftproof.rng import CounterRoundRng
 from draftproof.stoppers.auto import Auto

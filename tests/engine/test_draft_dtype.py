@@ -13,7 +13,8 @@ from draftproof.backends.loading.options import draft_dtype
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.head import head_drafter
 from draftproof.drafters.model import ModelDrafter
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.drafter_parts import make_drafter
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.stoppers.fixed import FixedLength
 from support.feature_heads import model_for
 from support.helpers import CONFIGS, assert_output_distribution, random_model

@@ -8,7 +8,7 @@ from draftproof.backends.base import Feed
 from draftproof.backends.heads.self_draft import EarlyExitBackend
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.truncate import first_layers
-from draftproof.engine.registry import make_drafter
+from draftproof.engine.drafter_parts import make_drafter
 from support.helpers import CONFIGS, assert_output_distribution, backend, engine, random_model, tiny_llama
 from support.quantized_drafts import early_exit
 

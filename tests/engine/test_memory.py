@@ -25,8 +25,9 @@ from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.suffix import SuffixDrafter, _ContextNode
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.drafter_parts import make_drafter
 from draftproof.engine.request import Request
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.finish import Cutter
 from draftproof.functional.greedy import GreedyState
 from draftproof.profiling.memory import Workload, format_bytes, measure, slot_caches, weights

@@ -25,8 +25,9 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.engine.chunked_prefill import EXTRA, FIRST, LEAST, REFRESH, ChunkSize
+from draftproof.engine.drafter_parts import make_drafter
 from draftproof.engine.memory import read_bytes
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.stoppers.fixed import FixedLength
 from support.architectures.tiny import tiny_config, tiny_model
 from support.helpers import random_model

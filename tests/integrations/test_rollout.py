@@ -13,7 +13,7 @@ from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.loading.in_memory import backend_in_memory
 from draftproof.embedded import target_dir
-from draftproof.engine.registry import make_verifier
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.integrations.rollout import Rollouts
 from draftproof.testing import exact_distribution, total_variation
 from support.helpers import CONFIGS, random_model, tiny_llama, tokenizer

@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftproof import Engine, SamplingParams
 from draftproof.backends.loading.in_memory import backend_in_memory
 from draftproof.bench.estimate import bootstrap
-from draftproof.engine.registry import make_verifier
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.integrations.vllm import seams, second_runner
 from support.chi_square import ALPHA, chi_square
 

@@ -16,7 +16,7 @@ from draftproof.draft import Draft
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.engine.registry import make_stopper
+from draftproof.engine.stopper_parts import make_stopper
 from draftproof.rng import CounterRoundRng
 from draftproof.stoppers.auto import CREDIT, PAUSES, PROBE, PROBE_SHARE, Auto, DraftPlan
 from draftproof.stoppers.base import AcceptanceRates, RoundTime

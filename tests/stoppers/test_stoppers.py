@@ -11,7 +11,9 @@ from draftproof.draft import DraftStep
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
-from draftproof.engine.registry import make_drafter, make_stopper, make_verifier
+from draftproof.engine.drafter_parts import make_drafter
+from draftproof.engine.stopper_parts import make_stopper
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.heads import Head, HeadConfig, load_head, save_head
 from draftproof.stoppers.base import Stopper
 from draftproof.stoppers.fixed import FixedLength

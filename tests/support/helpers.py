@@ -13,7 +13,7 @@ from draftproof.backends.hf.backend import HFBackend
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.embedded import draft_dir, target_dir
-from draftproof.engine.registry import make_verifier
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import engine_distribution, total_variation
 from type_checks import checks_off

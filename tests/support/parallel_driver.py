@@ -13,7 +13,7 @@ from draftproof import Engine, SamplingParams
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.drafters.ngram import NgramDrafter
-from draftproof.engine.registry import make_verifier
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.errors import UserError
 
 LONG = [(7 * place) % 90 + 3 for place in range(80)]

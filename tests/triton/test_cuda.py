@@ -17,7 +17,8 @@ from draftproof.backends.base import Feed
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.lean.graph_backend import GraphBackend
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.drafter_parts import make_drafter
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.rng import TorchRng
 from support.chi_square import ALPHA, chi_square
 from support.helpers import CONFIGS, embedded_model, random_model

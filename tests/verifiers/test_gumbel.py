@@ -25,7 +25,8 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.engine.registry import make_drafter, make_verifier, why_not
+from draftproof.engine.drafter_parts import make_drafter, why_not
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.functional import block_verify, match_verify
 from draftproof.native.dispatch import VARIABLE
 from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, first_arrival

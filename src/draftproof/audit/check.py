@@ -51,6 +51,29 @@ SIGNATURES = {
 
 
 @dataclass(frozen=True)
+class RuleCheckOptions:
+    """How a rule is checked.
+
+    Attributes:
+        samples: number of samples per model, for a rule without the keyword rng.
+        alpha: false-alarm rate of all tests together.
+        seed: seed of the samples, and of torch's generator while the rule runs.
+        tolerance: largest total variation that passes an enumeration; use 1e-6 for float32 rules.
+    """
+
+    samples: int = 50_000
+    alpha: float = 0.01
+    seed: int = 0
+    tolerance: float = EXACT
+
+    def __post_init__(self) -> None:
+        if self.samples < 1000:
+            raise UserError(f"samples: expected 1000 or more, got {self.samples}")
+        if not 0 < self.alpha < 1:
+            raise UserError(f"alpha: expected a number between 0 and 1, got {self.alpha}")
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A rule to audit.
 
@@ -178,39 +201,16 @@ def shapes(candidate: Candidate, *, full: bool = False) -> list[tuple[ToyPair, i
     return [(pair, 2, 1) for pair in pairs] + [(pair, 2, 2) for pair in pairs if full or pair.name in LARGER]
 
 
-def check(
-    candidate: Candidate,
-    *,
-    full: bool = False,
-    samples: int = 50_000,
-    alpha: float = 0.01,
-    seed: int = 0,
-    tolerance: float = EXACT,
-) -> Iterator[CheckLine]:
-    """Audit a rule on every pair of the suite.
-
-    Args:
-        candidate: the rule.
-        full: the larger suite.
-        samples: number of samples on each pair, for a rule without the keyword `rng`.
-        alpha: false-alarm rate of all tests together (Bonferroni).
-        seed: seed of the drafts, and of torch's global generator while the rule runs.
-        tolerance: largest total variation that passes in an enumeration.
-
-    Raises:
-        UserError: an option is out of range.
-    """
-    if samples < 1000:
-        raise UserError(f"samples: expected 1000 or more, got {samples}")
-    if not 0 < alpha < 1:
-        raise UserError(f"alpha: expected a number between 0 and 1, got {alpha}")
+def check(candidate: Candidate, options: RuleCheckOptions, *, full: bool = False) -> Iterator[CheckLine]:
+    """Audit a rule on every pair of the suite; `full` is the larger suite."""
     places = shapes(candidate, full=full)
     for pair, chains, length in places:
         drafts = all_drafts(pair, chains, length)
         if candidate.takes_rng:
-            yield enumerated(candidate.verify, pair, drafts, tolerance)
+            yield enumerated(candidate.verify, pair, drafts, options.tolerance)
         else:
-            yield tested(candidate.verify, pair, drafts, samples, alpha / len(places), seed)
+            level = options.alpha / len(places)  # Bonferroni
+            yield tested(candidate.verify, pair, drafts, options.samples, level, options.seed)
 
 
 def enumerated(rule: PathRule, pair: ToyPair, drafts: Drafts, tolerance: float = EXACT) -> CheckLine:

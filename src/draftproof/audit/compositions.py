@@ -17,10 +17,10 @@ from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
 from draftproof.drafters.suffix import SuffixDrafter
+from draftproof.engine.drafter_parts import DRAFTERS as PARTS
 from draftproof.engine.engine import Engine
 from draftproof.engine.loop import RoundRngFactory
-from draftproof.engine.registry import DRAFTERS as PARTS
-from draftproof.engine.registry import LOSSY, VERIFIERS, make_verifier
+from draftproof.engine.verifier_parts import LOSSY, VERIFIERS, make_verifier
 from draftproof.errors import UserError
 from draftproof.heads import Head, HeadConfig
 from draftproof.rng import CounterRoundRng

@@ -69,31 +69,25 @@ def _one_bit() -> ToyPair:
     return ToyPair("one bit", _table(0, [p] * 4), _table(1, [q] * 4))
 
 
-def _ties() -> ToyPair:
-    p = [[2.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 2.0, 2.0], [1.0, 1.0, 2.0]]
-    q = [[1.0, 1.0, 2.0], [1.0, 1.0, 1.0], [2.0, 1.0, 2.0], [2.0, 1.0, 1.0]]
-    return ToyPair("ties", _table(0, p), _table(1, q))
-
-
-def _disjoint() -> ToyPair:
-    """The supports of draft and target are disjoint, except after token 2, where they share one token."""
-    p = [[0.0, 1.0, 2.0], [0.0, 2.0, 1.0], [1.0, 0.0, 1.0], [1.0, 1.0, 0.0]]
-    q = [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 3.0]]
-    return ToyPair("disjoint", _table(0, p), _table(1, q))
-
-
-def _onehot_q() -> ToyPair:
-    """Point masses for q, as from n-gram drafters."""
-    p = [[0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.4, 0.5, 0.1], [0.3, 0.3, 0.4]]
-    q = [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
-    return ToyPair("one-hot q", _table(0, p), _table(1, q))
-
-
-def _onehot_p() -> ToyPair:
-    """The target at temperature 0."""
-    p = [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
-    q = [[0.3, 0.5, 0.2], [0.6, 0.1, 0.3], [0.3, 0.3, 0.4], [0.5, 0.0, 0.5]]
-    return ToyPair("one-hot p", _table(0, p), _table(1, q))
+# Rows of the target and of the draft after nothing and after each token.
+_TABLES = {
+    "ties": (
+        [[2.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 2.0, 2.0], [1.0, 1.0, 2.0]],
+        [[1.0, 1.0, 2.0], [1.0, 1.0, 1.0], [2.0, 1.0, 2.0], [2.0, 1.0, 1.0]],
+    ),
+    "disjoint": (  # supports, except after token 2, where they share one token
+        [[0.0, 1.0, 2.0], [0.0, 2.0, 1.0], [1.0, 0.0, 1.0], [1.0, 1.0, 0.0]],
+        [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 3.0]],
+    ),
+    "one-hot q": (  # point masses, as from n-gram drafters
+        [[0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.4, 0.5, 0.1], [0.3, 0.3, 0.4]],
+        [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]],
+    ),
+    "one-hot p": (  # the target at temperature 0
+        [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]],
+        [[0.3, 0.5, 0.2], [0.6, 0.1, 0.3], [0.3, 0.3, 0.4], [0.5, 0.0, 0.5]],
+    ),
+}
 
 
 def plain() -> ToyPair:
@@ -113,10 +107,7 @@ def suite(*, full: bool = False) -> list[ToyPair]:
         plain(),
         _random("zeros", 2, zeros=0.4),
         _random("peaked", 3, sharpness=8.0),
-        _ties(),
-        _disjoint(),
-        _onehot_q(),
-        _onehot_p(),
+        *(ToyPair(name, _table(0, p), _table(1, q)) for name, (p, q) in _TABLES.items()),
         ToyPair("p = q", same, same),
         _near(),
         _one_bit(),

@@ -11,18 +11,10 @@ from typing import Any, NamedTuple
 
 from draftproof.backends.loading.by_name import BACKENDS, current_name
 from draftproof.backends.loading.options import draft_dtype as read_draft_dtype
-from draftproof.engine.registry import (
-    DEFAULT_CONSTANT_STOPPER,
-    DEFAULT_TREE_VERIFIER,
-    DEFAULT_VERIFIER,
-    LOSSY,
-    DrafterPart,
-    find_drafter,
-    make_drafter,
-    make_stopper,
-    make_verifier,
-    why_not,
-)
+from draftproof.engine.drafter_context import DrafterPart
+from draftproof.engine.drafter_parts import find_drafter, make_drafter, why_not
+from draftproof.engine.stopper_parts import DEFAULT_CONSTANT_STOPPER, make_stopper
+from draftproof.engine.verifier_parts import DEFAULT_TREE_VERIFIER, DEFAULT_VERIFIER, LOSSY, make_verifier
 from draftproof.errors import UserError, refuse_below_one, refuse_unknown
 from draftproof.provenance import digest
 from draftproof.sampling import SamplingParams

@@ -23,7 +23,7 @@ import torch
 from draftproof import models
 from draftproof.bench.estimate import Estimate, bootstrap
 from draftproof.bench.record import Record
-from draftproof.engine.registry import find_drafter
+from draftproof.engine.drafter_parts import find_drafter
 from draftproof.engine.stats import PARTS, Stats, total_stats
 
 Shape = Mapping[str, Any]

@@ -21,8 +21,9 @@ from draftproof.backends.translation.token_map import TokenMap
 from draftproof.bench.cell import OURS, Cell, canonical
 from draftproof.bench.questions import Question, read_questions
 from draftproof.bench.record import Generation
+from draftproof.engine.drafter_parts import find_drafter
 from draftproof.engine.engine import Engine
-from draftproof.engine.registry import DEFAULT_CONSTANT_STOPPER, find_drafter
+from draftproof.engine.stopper_parts import DEFAULT_CONSTANT_STOPPER
 from draftproof.errors import UserError
 from draftproof.peak import Peak
 from draftproof.sampling import SamplingParams

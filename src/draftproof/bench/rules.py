@@ -17,8 +17,9 @@ from torch import Tensor
 
 from draftproof.backends.base import Backend
 from draftproof.bench.model_cache import ModelCache
+from draftproof.engine.drafter_parts import make_drafter
 from draftproof.engine.engine import Engine
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.errors import UserError, refuse_below_one, refuse_unknown
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts, shown_options, without_directory

@@ -15,8 +15,10 @@ from typing import Any
 from draftproof.backends.base import Backend, logits_along
 from draftproof.bench.model_cache import ModelCache
 from draftproof.drafters.model import ModelDrafter
+from draftproof.engine.drafter_parts import make_drafter
 from draftproof.engine.engine import Engine
-from draftproof.engine.registry import SHIPPED_HEADS, make_drafter, make_stopper, make_verifier
+from draftproof.engine.stopper_parts import SHIPPED_HEADS, make_stopper
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.errors import UserError, refuse_below_one
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts, shown_options, without_directory

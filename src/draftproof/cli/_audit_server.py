@@ -21,7 +21,7 @@ from draftproof.cli._options import Options, with_options
 from draftproof.cli._output import print_table
 from draftproof.cli._prompts import read_prompts
 from draftproof.errors import UserError
-from draftproof.files import whole_file
+from draftproof.files import write_json, write_text
 from draftproof.provenance import run_facts
 
 _HELP_KEY = "The server's API key; better set the variable DRAFTPROOF_AUDIT_KEY, which process lists do not show."
@@ -105,12 +105,9 @@ def _against_weights(
 def _write(report: ServerReport, out: Path | None) -> None:
     if out is None:
         return
-    out.mkdir(parents=True, exist_ok=True)
-    with whole_file(out / "report.md") as path:
-        path.write_text(report.markdown(), encoding="utf-8")
-    with whole_file(out / "report.json") as path:
-        whole = {**report.to_dict(), "findings": [finding.to_dict() for finding in report.findings]}
-        path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    write_text(out / "report.md", report.markdown())
+    findings = [finding.to_dict() for finding in report.findings]
+    write_json(out / "report.json", {**report.to_dict(), "findings": findings})
 
 
 @contextmanager

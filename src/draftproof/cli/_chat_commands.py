@@ -12,7 +12,7 @@ import typer
 
 from draftproof.cli._conversation import Conversation, Event, Notice
 from draftproof.cli._sampling import CHAT_SAMPLING, sampling_options
-from draftproof.errors import UserError, printable
+from draftproof.errors import UserError, printable, refuse_unknown
 from draftproof.sampling import SHAPING, SamplingParams
 
 QUOTES = '"""'  # around a message of several lines
@@ -121,8 +121,7 @@ def _load(conversation: Conversation, name: str) -> Iterator[Event]:
 def _set(conversation: Conversation, text: str) -> Iterator[Event]:
     name, _, value = text.partition(" ")
     name, value = name.replace("-", "_"), value.strip()
-    if name not in CHAT_SAMPLING.only:
-        raise UserError(f"parameter: expected one of {', '.join(CHAT_SAMPLING.only)}, got {name!r}")
+    refuse_unknown("parameter", name, CHAT_SAMPLING.only)
     conversation.set(name, _read(name, value) if value else {})
     yield Notice(f"{name} {_display(getattr(conversation.params, name))}")
 

@@ -1,4 +1,4 @@
-"""Help texts of drafters, stoppers, rules and backends, from the registry, and the default draft model."""
+"""Help texts of drafters, stoppers, rules and backends, from their declarations, and the default draft model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Iterable
 
 from draftproof import models
 from draftproof.backends.loading.by_name import BACKENDS
-from draftproof.engine.registry import DRAFTERS, OFFERED_STOPPERS, VERIFIERS, Part, reads_draft
+from draftproof.engine.drafter_parts import DRAFTERS, reads_draft
+from draftproof.engine.parts import Part
+from draftproof.engine.stopper_parts import OFFERED_STOPPERS
+from draftproof.engine.verifier_parts import VERIFIERS
 
 
 def _forms(parts: Iterable[Part]) -> str:

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from typer.core import TyperGroup
 
+from draftproof.audit.check import Candidate, CheckLine, Kind, RuleCheckOptions, load_rule, shapes
+from draftproof.audit.check import check as lines_of
 from draftproof.cli import _audit_server
+from draftproof.cli._options import Options, with_options
 from draftproof.cli._output import print_table
 from draftproof.progress import bar, silent
 
 if TYPE_CHECKING:
     from draftproof.audit.adapters import Report
-    from draftproof.audit.check import Candidate, CheckLine
     from draftproof.audit.rules import Line, RuleLine
 
 
@@ -144,18 +146,12 @@ def sprinter(
 
 
 @app.command()
+@with_options(options=[Options(RuleCheckOptions)])
 def check(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="The rule, as package.module:function.")],
     *,
     kind: Annotated[str | None, typer.Option(help="chain or path; by default a trial call decides.")] = None,
-    samples: Annotated[
-        int, typer.Option(help="Number of samples per model, for a rule without the keyword rng.")
-    ] = 50_000,
-    alpha: Annotated[float, typer.Option(help="False-alarm rate of all tests together.")] = 0.01,
-    seed: Annotated[int, typer.Option(help="Seed of the samples, and of torch's generator while the rule runs.")] = 0,
-    tolerance: Annotated[
-        float, typer.Option(help="Largest total variation that passes an enumeration; use 1e-6 for float32 rules.")
-    ] = 1e-12,
+    options: dict[str, Any],
     full: Full = False,
     as_json: Json = False,
 ) -> None:
@@ -169,19 +165,17 @@ def check(
     """
     if kind not in {None, "chain", "path"}:
         raise typer.BadParameter(f"--kind: expected chain or path, got {kind!r}")
-    from draftproof.audit.check import Kind, load_rule, shapes
-    from draftproof.audit.check import check as lines_of
-
-    candidate = load_rule(target, cast("Kind | None", kind))
-    found = lines_of(candidate, full=full, samples=samples, alpha=alpha, seed=seed, tolerance=tolerance)
+    candidate = load_rule(target, cast(Kind | None, kind))
+    chosen = RuleCheckOptions(**options)
+    found = lines_of(candidate, chosen, full=full)
     lines: list[CheckLine] = _collected(found, len(shapes(candidate, full=full)), target, as_json=as_json)
     passed = all(line.verdict == "ok" for line in lines)
     if as_json:
-        typer.echo(json.dumps(_conclusion(candidate, lines, alpha, tolerance, passed=passed)))
+        typer.echo(json.dumps(_conclusion(candidate, lines, chosen, passed=passed)))
     else:
-        typer.echo(f"{target}: a {candidate.kind} rule, {_method(candidate, samples)}\n")
+        typer.echo(f"{target}: a {candidate.kind} rule, {_method(candidate, chosen.samples)}\n")
         _print_checks(lines)
-        typer.echo(f"\n{_in_words(candidate, lines, alpha, tolerance, passed=passed)}")
+        typer.echo(f"\n{_in_words(candidate, lines, chosen, passed=passed)}")
     _exit_unless(passed)
 
 
@@ -241,7 +235,7 @@ def _check_row(line: CheckLine) -> tuple[str, ...]:
 
 
 def _conclusion(
-    candidate: Candidate, lines: Sequence[CheckLine], alpha: float, tolerance: float, *, passed: bool
+    candidate: Candidate, lines: Sequence[CheckLine], options: RuleCheckOptions, *, passed: bool
 ) -> dict[str, Any]:
     worst = max(lines, key=lambda line: (line.verdict == "FAIL", line.total_variation))
     detectable = [line.detectable for line in lines if line.detectable is not None]
@@ -254,24 +248,25 @@ def _conclusion(
         "worst_model": worst.model,
         "worst_cell": worst.worst_cell._asdict(),
         "total_variation": worst.total_variation,
-        "tolerance": tolerance if candidate.takes_rng else None,
-        "false_alarm_rate": None if candidate.takes_rng else alpha,
+        "tolerance": options.tolerance if candidate.takes_rng else None,
+        "false_alarm_rate": None if candidate.takes_rng else options.alpha,
         "detectable": max(detectable) if detectable else None,
         "power": 0.99 if detectable else None,
     }
 
 
-def _in_words(candidate: Candidate, lines: Sequence[CheckLine], alpha: float, tolerance: float, *, passed: bool) -> str:
+def _in_words(candidate: Candidate, lines: Sequence[CheckLine], options: RuleCheckOptions, *, passed: bool) -> str:
     """The verdict on the rule, and the power of the test."""
-    result = _conclusion(candidate, lines, alpha, tolerance, passed=passed)
+    result = _conclusion(candidate, lines, options, passed=passed)
     power = (
         ""
         if result["detectable"] is None
-        else f" A right rule fails with probability {alpha:g} at most; a rule with a total variation of "
+        else f" A right rule fails with probability {options.alpha:g} at most; a rule with a total variation of "
         f"{result['detectable']:.4f} on one of these models is detected with probability 0.99."
     )
     if passed:
-        return f"ok: the target's distribution{'' if power else f', to a total variation below {tolerance:g}'}.{power}"
+        below = "" if power else f", to a total variation below {options.tolerance:g}"
+        return f"ok: the target's distribution{below}.{power}"
     cell = result["worst_cell"]
     return (
         f"FAIL: total variation {result['total_variation']:.2g} on {result['worst_model']}; worst outcome "

@@ -13,7 +13,7 @@ import torch
 
 from draftproof.draft import Draft, Origin
 from draftproof.drafters.base import DraftRequest, TokenDrafter
-from draftproof.errors import UserError
+from draftproof.errors import UserError, refuse_outside
 from draftproof.rng import RoundRng
 from draftproof.tree import TokenTree
 
@@ -28,8 +28,7 @@ class NgramDrafter(TokenDrafter):
     """
 
     def __init__(self, length: int = 8, *, longest: int = 4, shortest: int = 1) -> None:
-        if not 1 <= length <= 64:
-            raise UserError(f"ngram draft length: expected 1 to 64, got {length}")
+        refuse_outside("ngram draft length", length, 1, 64)
         if not 1 <= shortest <= longest:
             raise UserError(f"ngram suffixes: expected 1 <= shortest <= longest, got {shortest} and {longest}")
         self.name = f"ngram:{length}"

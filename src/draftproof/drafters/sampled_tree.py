@@ -18,7 +18,7 @@ from draftproof.draft import Draft, DraftStep
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel, ModelBacked, stack_rows
 from draftproof.drafters.model import ModelDrafter
-from draftproof.errors import UserError
+from draftproof.errors import UserError, refuse_outside
 from draftproof.rng import Purpose, RoundRng
 from draftproof.stoppers.base import Stopper
 from draftproof.tree import ROOT, TokenTree
@@ -84,8 +84,7 @@ class SampledTreeDrafter(ModelBacked):
     branching = True
 
     def __init__(self, model: DraftModel, stopper: Stopper, *, chains: int = 4, factors: Sequence[int] = ()) -> None:
-        if not 1 <= chains <= MAX_DRAWS:
-            raise UserError(f"number of chains: expected 1 to {MAX_DRAWS}, got {chains}")
+        refuse_outside("number of chains", chains, 1, MAX_DRAWS)
         if any(not 1 <= factor <= MAX_DRAWS for factor in factors):
             raise UserError(f"expansion factors: expected 1 to {MAX_DRAWS} each, got {list(factors)}")
         if not model.backend.capabilities.trees:

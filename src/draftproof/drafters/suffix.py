@@ -19,7 +19,7 @@ from draftproof.draft import Draft, Origin
 from draftproof.drafters.base import DraftRequest, TokenDrafter
 from draftproof.drafters.ngram import point_chain
 from draftproof.drafters.predicted import PredictedText
-from draftproof.errors import UserError, blamed_on
+from draftproof.errors import UserError, blamed_on, refuse_outside
 from draftproof.rng import RoundRng
 
 _START = -1  # precedes the first token and ends short contexts, so that no context is a prefix of another one
@@ -65,14 +65,11 @@ class SuffixDrafter(TokenDrafter):
         capacity: int = 200_000,
         shared: bool = True,
     ) -> None:
-        if not 1 <= length <= 64:
-            raise UserError(f"suffix draft length: expected 1 to 64, got {length}")
-        if not 1 <= context <= 64:
-            raise UserError(f"suffix context: expected 1 to 64 tokens, got {context}")
+        refuse_outside("suffix draft length", length, 1, 64)
+        refuse_outside("suffix context", context, 1, 64, " tokens")
         if not 0 <= factor < math.inf:
             raise UserError(f"suffix factor: expected 0 or more drafted tokens for each matched one, got {factor}")
-        if not 0 <= threshold <= 1:
-            raise UserError(f"suffix threshold: expected a probability, 0 to 1, got {threshold}")
+        refuse_outside("suffix threshold", threshold, 0, 1)
         if capacity < 0:
             raise UserError(f"suffix capacity: expected 0 or more tokens, got {capacity}")
         self.name = f"suffix:{length}"

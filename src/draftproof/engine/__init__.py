@@ -1,1 +1,1 @@
-"""The decode loop, its requests and their scheduling, statistics, and the registry of parts."""
+"""The decode loop, its requests and their scheduling, statistics, and the declarations of parts."""

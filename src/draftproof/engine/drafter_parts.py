@@ -1,13 +1,14 @@
-"""The declarations of all drafters: name, argument, what they read, which rules they fit."""
+"""The declarations of all drafters (name, argument, what they read, which rules they fit), and `make_drafter`."""
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from draftproof.backends.base import info
+from draftproof.backends.base import Backend, info
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.feature_head import FeatureBackend
 from draftproof.backends.heads.feature_net import load_net
@@ -34,6 +35,7 @@ from draftproof.peak import available
 from draftproof.stoppers.auto import Auto
 from draftproof.stoppers.base import AcceptanceRates
 from draftproof.stoppers.costs import UNKNOWN, DraftCosts
+from draftproof.verifiers.base import Verifier
 
 _log = logging.getLogger(__name__)
 DEFAULT_DRAFTER = "auto"
@@ -236,7 +238,6 @@ DRAFTERS: dict[str, DrafterPart] = {
         DrafterPart(
             name="auto",
             argument="HEAD",
-            example="auto:eagle3:heads/mine",
             about="in every round the best of the draft model, the target's own prediction layers, a head that ships "
             "for it or is named (auto:eagle3:HEAD), the target with 4-bit weights, repeated passages, and nothing "
             "(default)",
@@ -261,7 +262,6 @@ DRAFTERS: dict[str, DrafterPart] = {
         DrafterPart(
             name="chains",
             argument="K",
-            example="chains:4",
             about="K i.i.d. chains from the draft model, equal prefixes merged",
             make=_chains,
             traits=DrafterTraits(reads_draft=True),
@@ -272,7 +272,6 @@ DRAFTERS: dict[str, DrafterPart] = {
         DrafterPart(
             name="tree",
             argument="AxBxC",
-            example="tree:4x2x1",
             about="a prefix tree from the draft model: A draws at the root, B at each of its nodes, ...",
             make=_tree,
             traits=DrafterTraits(reads_draft=True),
@@ -282,7 +281,6 @@ DRAFTERS: dict[str, DrafterPart] = {
         DrafterPart(
             name="early_exit",
             argument="L",
-            example="early_exit:20",
             about="one chain from the target's own first L layers; early_exit:LxK makes K i.i.d. chains",
             make=_inside("early_exit", EarlyExitBackend, _layers_and_chains),
             traits=DrafterTraits(shares_cache=True),
@@ -293,7 +291,6 @@ DRAFTERS: dict[str, DrafterPart] = {
         DrafterPart(
             name="quantized",
             argument="B",
-            example="quantized:4",
             about="one chain from the target with weights of B bits, 4 or 8; quantized:BxK makes K i.i.d. chains",
             make=_inside("quantized", QuantizedBackend, _bits_and_chains),
             traits=DrafterTraits(shares_cache=True, stationary=False),
@@ -306,7 +303,6 @@ DRAFTERS: dict[str, DrafterPart] = {
         DrafterPart(
             name="feature_head",
             argument="DIR",
-            example="feature_head:heads/mine",
             about="one chain from a trained layer over the target's hidden states; feature_head:DIRxK makes K chains; "
             f"without DIR the head that ships for the target ({', '.join(SHIPPED_FEATURE_HEADS)})",
             make=_feature_head,
@@ -318,7 +314,6 @@ DRAFTERS: dict[str, DrafterPart] = {
         DrafterPart(
             name="ngram",
             argument="N",
-            example="ngram:8",
             about="up to N tokens that followed an earlier occurrence of the last ones; no draft model",
             make=_lookup(NgramDrafter, "ngram:8"),
             stops=False,
@@ -327,7 +322,6 @@ DRAFTERS: dict[str, DrafterPart] = {
         DrafterPart(
             name="suffix",
             argument="N",
-            example="suffix:16",
             about="up to N tokens that most often followed the longest suffix known from this and other requests",
             make=_lookup(SuffixDrafter, "suffix:16"),
             learns=True,
@@ -389,3 +383,42 @@ def why_not(drafter: str, stopper: str | None, verifier: str) -> str | None:
     if stopper and not part.stops:
         return f"drafter {part.name} takes no stopper"
     return incompatible_reason(part.traits_with(argument, stopper_part), rule.traits)
+
+
+def make_drafter(
+    name: str | None,
+    *,
+    target: Backend,
+    draft: Backend | None,
+    stopper: str,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    bits: int | None = None,
+    rule: Verifier | None = None,
+    budget: float = math.inf,
+) -> Drafter:
+    """Make a drafter from "name" or "name:argument"; the default is `auto`.
+
+    `temperature` and `top_k` override the request's for the draft. With `bits`, `draft` is already quantized. See
+    `DrafterContext` for the other arguments.
+    """
+    spec = name or DEFAULT_DRAFTER
+    part, argument = find_drafter(spec)
+    traits = part.traits
+    if traits.reads_draft and draft is None:
+        raise UserError(f"drafter {part.name} needs a draft model: name one with draft (--draft)")
+    if not (traits.reads_draft or traits.accepts_draft_model) and draft is not None and part.name != "none":
+        raise UserError(f"drafter {part.name} uses no draft model: leave out {draft.name!r}, or choose another drafter")
+    if part.name not in ("none", "auto") and (why := no_rollback_reason(target)):
+        raise UserError(f"drafter {spec} cannot be used, because {why}: use drafter none")
+    heads = spec.removeprefix("auto:").startswith("feature_head") or (
+        traits.accepts_draft_model and target.name in SHIPPED_FEATURE_HEADS
+    )
+    if bits is not None and draft is None and not (heads or part in PUBLISHED):
+        raise UserError(
+            f"draft_dtype int{bits} is for a draft model or a head, but drafter {spec} has none: leave it out, "
+            f"or choose drafter quantized:{bits}, the target with such weights"
+        )
+    changes = {"temperature": temperature, "top_k": top_k}
+    context = DrafterContext(target, draft, stopper, spec, part, argument, changes, bits, rule, budget=budget)
+    return part.make(context, argument)

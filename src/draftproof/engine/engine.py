@@ -17,16 +17,11 @@ from draftproof.backends.translation.backend import DraftBackend
 from draftproof.drafters.base import Drafter
 from draftproof.engine.composition import DrafterTraits
 from draftproof.engine.cost_file import CostFile
+from draftproof.engine.drafter_parts import make_drafter
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.options import EngineOptions, takes_options
-from draftproof.engine.registry import (
-    DEFAULT_TREE_VERIFIER,
-    DEFAULT_VERIFIER,
-    SEEDED_VERIFIER,
-    default_stopper,
-    make_drafter,
-    make_verifier,
-)
+from draftproof.engine.stopper_parts import default_stopper
+from draftproof.engine.verifier_parts import DEFAULT_TREE_VERIFIER, DEFAULT_VERIFIER, SEEDED_VERIFIER, make_verifier
 from draftproof.errors import UserError
 from draftproof.native.numa import use_processors
 from draftproof.sampling import default_params

@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 from draftproof.backends.heads.published.files import head_algorithm
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.options import draft_dtype as read_draft_dtype
+from draftproof.engine.drafter_parts import DEFAULT_DRAFTER
 from draftproof.engine.memory import read_bytes
-from draftproof.engine.registry import DEFAULT_DRAFTER, make_stopper, make_verifier
+from draftproof.engine.stopper_parts import make_stopper
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.errors import UserError
 from draftproof.native.numa import require_numa
 from draftproof.native.threads import require_threads

@@ -22,7 +22,6 @@ class Part:
     name: str  # as users write it
     about: str  # one line for help texts
     argument: str = ""  # the name of the argument after "name:" in help texts; empty if it takes none
-    example: str = ""  # a complete specification that works
 
     @property
     def form(self) -> str:

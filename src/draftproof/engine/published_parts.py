@@ -54,7 +54,6 @@ def _part(name: str, about: str, load: Callable[[str, SlotBackend], TargetHead])
     return DrafterPart(
         name=name,
         argument="HEAD",
-        example=f"{name}:heads/mine",
         about=f"{about}; HEAD is a directory or a hub id, {name}:HEADxK makes K chains",
         make=_head(name, load),
         traits=HEAD,
@@ -97,7 +96,6 @@ PUBLISHED = (
     DrafterPart(
         name="mtp",
         argument="HEAD",
-        example="mtp:heads/mine",
         about="one chain from the target's own prediction layers, or from a published head for it (mtp:HEAD)",
         make=_mtp,
         traits=HEAD,

@@ -107,7 +107,6 @@ STOPPERS: dict[str, StopperPart] = {
         StopperPart(
             name="auto",
             argument="R",
-            example="auto:0.1",
             about="as many tokens as pay off, by acceptance rates and measured costs (or a draft pass of R target "
             "passes)",
             make=_auto,
@@ -115,7 +114,6 @@ STOPPERS: dict[str, StopperPart] = {
         StopperPart(
             name="fixed",
             argument="N",
-            example="fixed:4",
             about="N tokens in every round",
             make=_length(lambda length=4: FixedLength(length), "fixed:4"),
             constant=True,
@@ -123,35 +121,30 @@ STOPPERS: dict[str, StopperPart] = {
         StopperPart(
             name="schedule",
             argument="N",
-            example="schedule:5",
             about="N tokens at first; two more after a fully accepted draft, one less after any other",
             make=_length(Schedule, "schedule:5"),
         ),
         StopperPart(
             name="confidence",
             argument="T",
-            example="confidence:0.4",
             about="until the draft model's largest probability is below T",
             make=_threshold(Confidence, "confidence:0.4"),
         ),
         StopperPart(
             name="entropy",
             argument="T",
-            example="entropy:0.4",
             about="until the entropy's bound on acceptance is below a threshold that starts at T (AdaEDL)",
             make=_threshold(Entropy, "entropy:0.4"),
         ),
         StopperPart(
             name="predicted",
             argument="T",
-            example="predicted:0.3",
             about="until a draft head predicts that all tokens are accepted with a probability below T (DSpark)",
             make=_threshold(Predicted, "predicted:0.3"),
         ),
         StopperPart(
             name="acceptance",
             argument="DIR:H",
-            example="acceptance:heads/mine:0.7",
             about="until a rejection is predicted with a probability above H (SpecDec++)",
             make=_headed(Acceptance, "acceptance:heads/mine:0.7"),
             head="acceptance",
@@ -159,7 +152,6 @@ STOPPERS: dict[str, StopperPart] = {
         StopperPart(
             name="ratio",
             argument="DIR:H",
-            example="ratio:heads/mine:0.7",
             about="until the predicted running probability of block verification is below 1 - H",
             make=_headed(Ratio, "ratio:heads/mine:0.7"),
             head="log_ratio",
@@ -167,7 +159,6 @@ STOPPERS: dict[str, StopperPart] = {
         StopperPart(
             name="approximate",
             argument="DIR:T",
-            example="approximate:heads/mine:0.5",
             about="until a small verifier gives a token a probability of at most T (SPRINTER)",
             make=_headed(Approximate, "approximate:heads/mine:0.5"),
             head="verifier",

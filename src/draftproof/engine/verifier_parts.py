@@ -40,9 +40,7 @@ def _rule(make: Callable[..., Verifier], about: str, *, argument: str = "", exam
 
     name = made.name.partition(":")[0]
     traits = replace(VerifierTraits.of(made), name=name)
-    return VerifierPart(
-        name=name, about=about, argument=argument, example=example, make=build, traits=traits, lossless=made.lossless
-    )
+    return VerifierPart(name=name, about=about, argument=argument, make=build, traits=traits, lossless=made.lossless)
 
 
 VERIFIERS: dict[str, VerifierPart] = {

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 SUM_TOLERANCE = 1e-3
-
-
-def _first(bad: Tensor) -> tuple[int, ...]:
-    return tuple(int(i) for i in bad.nonzero()[0])
 
 
 def check_rows(name: str, rows: Float[Tensor, "*rows V"], valid: Tensor | None = None) -> None:
@@ -19,43 +17,41 @@ def check_rows(name: str, rows: Float[Tensor, "*rows V"], valid: Tensor | None =
         raise ValueError(f"{name}: expected probabilities in float32 or float64, got {rows.dtype}")
     keep = torch.ones(rows.shape[:-1], dtype=torch.bool, device=rows.device) if valid is None else valid
     total = rows.sum(-1)
-    bad = keep & ~torch.isfinite(total)
+    _refuse(name, keep & ~torch.isfinite(total), lambda at: f"finite probabilities, got a sum of {total[at].item()}")
+    _refuse(name, keep & (rows.amin(-1) < 0), lambda at: f"probabilities of 0 or more, got {rows[at].min().item():.3g}")
+    _refuse(
+        name,
+        keep & ((total - 1).abs() > SUM_TOLERANCE),
+        lambda at: (
+            f"a row that sums to 1 within {SUM_TOLERANCE}, got {total[at].item():.6g} (softmax or divide by the "
+            "sum first)"
+        ),
+    )
+
+
+def _refuse(name: str, bad: Tensor, expected: Callable[[tuple[int, ...]], str]) -> None:
+    """Refuse a tensor at the first place where it is bad; `expected` says of a place what should be there."""
     if bad.any():
-        raise ValueError(
-            f"{name}{list(_first(bad))}: expected finite probabilities, got a sum of {total[_first(bad)].item()}"
-        )
-    bad = keep & (rows.amin(-1) < 0)
-    if bad.any():
-        where = _first(bad)
-        raise ValueError(
-            f"{name}{list(where)}: expected probabilities of 0 or more, got {rows[where].min().item():.3g}"
-        )
-    bad = keep & ((total - 1).abs() > SUM_TOLERANCE)
-    if bad.any():
-        where = _first(bad)
-        raise ValueError(
-            f"{name}{list(where)}: expected a row that sums to 1 within {SUM_TOLERANCE}, got {total[where].item():.6g} "
-            "(softmax or divide by the sum first)"
-        )
+        where = tuple(int(i) for i in bad.nonzero()[0])
+        raise ValueError(f"{name}{list(where)}: expected {expected(where)}")
 
 
 def check_tokens(tokens: Int[Tensor, "*rows"], vocab: int, valid: Tensor) -> None:
     """Check that token ids lie in [0, vocab), wherever `valid` is true."""
     bad = valid & ((tokens < 0) | (tokens >= vocab))
-    if bad.any():
-        where = _first(bad)
-        raise ValueError(f"tokens{list(where)}: expected ids 0 to {vocab - 1}, got {tokens[where].item()}")
+    _refuse("tokens", bad, lambda at: f"ids 0 to {vocab - 1}, got {tokens[at].item()}")
 
 
 def check_drawn(tokens: Int[Tensor, "*rows"], q: Float[Tensor, "*rows V"], valid: Tensor) -> None:
     """Check that q(token) > 0 for every drafted token, as it must be for a token drawn from q."""
     bad = valid & (q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) <= 0)
-    if bad.any():
-        where = _first(bad)
-        raise ValueError(
-            f"q{list(where)}: expected the distribution that token {tokens[where].item()} was drawn from, got one "
-            "that gives it probability 0"
-        )
+    _refuse(
+        "q",
+        bad,
+        lambda at: (
+            f"the distribution that token {tokens[at].item()} was drawn from, got one that gives it probability 0"
+        ),
+    )
 
 
 def check_chain(
@@ -83,10 +79,7 @@ def check_chain(
     else:
         if tuple(lengths.shape) != tuple(lead):
             raise ValueError(f"lengths: expected shape {tuple(lead)}, got {tuple(lengths.shape)}")
-        bad = (lengths < 0) | (lengths > n)
-        if bad.any():
-            where = _first(bad)
-            raise ValueError(f"lengths{list(where)}: expected 0 to {n}, got {lengths[where].item()}")
+        _refuse("lengths", (lengths < 0) | (lengths > n), lambda at: f"0 to {n}, got {lengths[at].item()}")
         inside = place <= lengths.unsqueeze(-1)
     check_rows("p", p, inside)
     drafted = inside[..., 1:]

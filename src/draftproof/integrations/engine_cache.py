@@ -17,7 +17,7 @@ from draftproof.backends.loading.tokenization import load_tokenizer, shared_toke
 from draftproof.backends.translation.backend import DraftBackend, over_target
 from draftproof.engine.engine import Engine
 from draftproof.engine.options import EngineOptions
-from draftproof.engine.registry import SHIPPED_FEATURE_HEADS
+from draftproof.engine.stopper_parts import SHIPPED_FEATURE_HEADS
 from draftproof.errors import UserError
 
 _MOST = 4  # compositions that are kept for a model

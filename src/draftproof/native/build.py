@@ -187,6 +187,15 @@ def load_best(levels: list[Level]) -> tuple[Level, ctypes.CDLL]:
 
 
 @functools.cache
+def _loaded(path: Path, then: str = "") -> ctypes.CDLL | None:
+    """A library that is there; None, and a warning that says what happens then, where it cannot be loaded."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        _log.warning("the library %s cannot be loaded (%s)%s", path, reason(error), then)
+        return None
+
+
 def load(level: Level) -> ctypes.CDLL:
     """Load the library of a level: from the package, else from an earlier build, else built now.
 
@@ -195,25 +204,17 @@ def load(level: Level) -> ctypes.CDLL:
         UserError: no compiler could build it, or the build cannot be loaded.
     """
     packaged = PACKAGED / f"{level.name}{SUFFIXES[sys.platform]}"
-    if packaged.exists():
-        try:
-            return ctypes.CDLL(str(packaged))
-        except OSError as error:
-            _log.warning("the packaged library %s cannot be loaded: %s", packaged, reason(error))
+    if packaged.exists() and (found := _loaded(packaged)):
+        return found
     if sys.platform != "linux":
         raise UnavailableError(f"the package has no library for {level.name} on {sys.platform}: install its wheel")
     for kept in _kept(level):
-        try:
-            return ctypes.CDLL(str(kept))
-        except OSError as error:
-            _log.warning("the kept library %s cannot be loaded (%s): building it again", kept, reason(error))
+        if found := _loaded(kept, ": it is built again"):
+            return found
     name, content = build(level)
     written = _KEPT.keep(name, partial(Path.write_bytes, data=content), mode=0o700, durable=True)
-    if written is not None:
-        try:
-            return ctypes.CDLL(str(written))
-        except OSError as error:  # code may not run from there
-            _log.warning("%s cannot be loaded from there (%s): it is built at every start", written, reason(error))
+    if written is not None and (found := _loaded(written, ": it is built at every start")):  # code may not run there
+        return found
     with tempfile.TemporaryDirectory(prefix="draftproof-") as passing:
         out = Path(passing) / name
         try:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from draftproof.errors import UserError, reason
+from draftproof.errors import UserError, reason, refuse_unknown
 from draftproof.native import build as library
 from draftproof.native import threads
 from draftproof.native.operations import Operations
@@ -52,8 +52,7 @@ def levels() -> dict[str, str]:
 
 @functools.cache
 def _operations(value: str, dtype: torch.dtype) -> Operations | None:
-    if value not in LEGAL:
-        raise UserError(f"{VARIABLE}: expected one of {', '.join(LEGAL)}, got {value!r}")
+    refuse_unknown(VARIABLE, value, LEGAL)
     if value == "0":
         return None
     threads.kind()  # a wrong value is an error

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftproof.errors import UserError
+from draftproof.errors import UserError, refuse_unknown
 from draftproof.native.cores import count_cores, numbers_of
 from draftproof.native.threads import NUMBER, limit_threads, use_threads
 
@@ -63,8 +63,7 @@ _refused: set[str] = set()  # system calls
 
 def require_numa(mode: str) -> None:
     """Refuse a mode that is unknown, or that this system does not have."""
-    if mode not in MODES:
-        raise UserError(f"numa: expected one of {', '.join(MODES)}, got {mode!r}")
+    refuse_unknown("numa", mode, MODES)
     if mode != "off" and sys.platform != "linux":
         raise UserError(f"numa: expected off on {sys.platform}, got {mode!r}, which is for Linux: leave it out")
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from draftproof.errors import UserError
+from draftproof.errors import UserError, refuse_outside, refuse_unknown
 from draftproof.native.cores import most_threads, processor_time, processors
 
 VARIABLE = "DRAFTPROOF_THREADS"
@@ -39,8 +39,7 @@ _log = logging.getLogger(__name__)
 def kind() -> str:
     """Whose threads are used: openmp or pool."""
     value = os.environ.get(VARIABLE) or "auto"
-    if value not in LEGAL:
-        raise UserError(f"{VARIABLE}: expected one of {', '.join(LEGAL)}, got {value!r}")
+    refuse_unknown(VARIABLE, value, LEGAL)
     if value == "openmp" and not all(openmp_function(name) for name in _ENTRIES):
         raise UserError(f"{VARIABLE}: expected auto or pool, got {value!r}, which this build of torch does not offer")
     return "openmp" if value == "openmp" else "pool"
@@ -63,8 +62,7 @@ def limit_threads() -> None:
 def require_threads(number: int) -> None:
     """Refuse a number of threads that this process cannot run at once."""
     most = processors()
-    if not 1 <= number <= most:
-        raise UserError(f"threads: expected 1 to {most}, the processors that this process may use, got {number}")
+    refuse_outside("threads", number, 1, most, ", the processors that this process may use")
 
 
 def use_threads(number: int) -> None:

@@ -25,7 +25,7 @@ from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions, parse_device
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.drafters.base import DraftRequest
-from draftproof.engine.registry import make_drafter
+from draftproof.engine.drafter_parts import make_drafter
 from draftproof.errors import UserError, refuse_below_one
 from draftproof.native.dispatch import VARIABLE
 from draftproof.profiling.hardware import bandwidth, weights_read

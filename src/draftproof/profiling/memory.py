@@ -15,8 +15,8 @@ import torch
 from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.loading.options import parse_device
 from draftproof.drafters.base import SessionDrafter
+from draftproof.engine.drafter_parts import find_drafter
 from draftproof.engine.engine import Engine
-from draftproof.engine.registry import find_drafter
 from draftproof.errors import UserError, refuse_below_one
 from draftproof.peak import HOW, Peak
 from draftproof.profiling.phases import Phases, RowShape

@@ -20,8 +20,8 @@ from draftproof.bench.estimate import geometric_mean
 from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import read_questions
 from draftproof.bench.report import speed
+from draftproof.engine.drafter_parts import find_drafter
 from draftproof.engine.engine import Engine
-from draftproof.engine.registry import find_drafter
 from draftproof.engine.stats import PARTS
 from draftproof.errors import refuse_below_one
 from draftproof.profiling.hardware import ReadWeights, bandwidth, product_rate, weights_read

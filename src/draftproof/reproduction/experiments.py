@@ -15,8 +15,8 @@ from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.bench.cell import Cell
 from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import read_questions, shipped
+from draftproof.engine.drafter_parts import make_drafter, reads_draft
 from draftproof.engine.engine import Engine
-from draftproof.engine.registry import make_drafter, reads_draft
 from draftproof.errors import UserError, refuse_unknown
 from draftproof.files import remembered
 from draftproof.provenance import digest

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from draftproof.errors import UserError, refuse_unknown
+from draftproof.errors import UserError, refuse_outside, refuse_unknown
 from draftproof.server.dialects.families import DIALECTS
 
 TOOL_FORMATS = ("auto", *sorted(DIALECTS))
@@ -78,8 +78,7 @@ class Settings:
     json_logs: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65_535:
-            raise UserError(f"port: expected 0 to 65535, got {self.port}")
+        refuse_outside("port", self.port, 0, 65_535)
         least = {"max_waiting": 0, "drain_timeout": 0, "max_body": 1, "max_prompt_tokens": 1, "max_tokens_limit": 1}
         refuse_unknown("tool_format", self.tool_format, TOOL_FORMATS)
         for name, legal in (("reasoning", ("auto", "none")), ("unknown_fields", ("refuse", "ignore"))):

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from draftproof.errors import UserError, reason, refuse_unknown
-from draftproof.files import home, json_value, read_bytes, whole_file
+from draftproof.files import home, json_value, read_bytes
 from draftproof.provenance import digest
+from draftproof.training.shards import shard
 
 KEYS = ("prompt", "text", "turns", "question", "instruction", "content")
 SPLITS = ("train", "valid", "test")
@@ -173,13 +174,11 @@ def split(examples: Sequence[Example], limit: int | None = None) -> dict[str, li
 
 def tokenize(texts: Sequence[str], tokenizer: Any, *, cache: Path, key: str) -> list[list[int]]:
     """Token ids of texts, cached; `key` identifies the tokenizer (the target's fingerprint)."""
-    file = cache / "tokens" / f"{digest(key, list(texts))[:24]}.safetensors"
-    if not file.exists():
+
+    def ids() -> dict[str, Tensor]:
         rows = [[int(token) for token in tokenizer(text)["input_ids"]] for text in texts]
         flat = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
-        sizes = torch.tensor([len(row) for row in rows], dtype=torch.int32)
-        with whole_file(file) as work:
-            save_file({"ids": flat, "sizes": sizes}, work)
-        return rows
-    found = load_file(file)
+        return {"ids": flat, "sizes": torch.tensor([len(row) for row in rows], dtype=torch.int32)}
+
+    found, _ = shard(cache / "tokens" / f"{digest(key, list(texts))[:24]}.safetensors", ids)
     return [row.tolist() for row in torch.split(found["ids"], found["sizes"].tolist())]

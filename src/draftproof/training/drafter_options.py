@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from draftproof.errors import UserError, reason, refuse_below_one, refuse_unknown
+from draftproof.errors import UserError, reason, refuse_below_one, refuse_outside, refuse_unknown
 from draftproof.files import refuse_existing
 from draftproof.training.distil import LOSSES
 from draftproof.training.loop import TrainingPlan
@@ -85,8 +85,7 @@ class Texts:
     share: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise UserError(f"background share: expected 0 to 1, got {self.share:g}")
+        refuse_outside("background share", self.share, 0, 1)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from typing_extensions import override
 
-from draftproof.backends.heads.feature_net import CONFIG, EPS, WEIGHTS, Attend, FeatureConfig, HeadModule, rotate
+from draftproof.backends.heads.feature_net import EPS, Attend, FeatureConfig, HeadModule, rotate
 from draftproof.errors import UserError
 from draftproof.files import write_json
+from draftproof.heads import CONFIG, WEIGHTS
 
 _VERSION = "0.9.0"  # of the package whose layout this is
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from draftproof import models
 from draftproof.backends.heads.feature_head import FeatureBackend, refuse_other_target
-from draftproof.backends.heads.feature_net import WEIGHTS, FeatureConfig, FeatureNet, load_net, save_net
+from draftproof.backends.heads.feature_net import FeatureConfig, FeatureNet, load_net, save_net
 from draftproof.backends.heads.published.eagle3 import eagle3_backend
 from draftproof.backends.heads.published.peagle import PEagleBackend
 from draftproof.backends.loading.by_name import load_backend, refuse_gguf
@@ -31,6 +31,7 @@ from draftproof.engine.engine import Engine
 from draftproof.engine.stats import total_stats
 from draftproof.errors import UserError
 from draftproof.files import whole_directory, write_json
+from draftproof.heads import WEIGHTS
 from draftproof.progress import Watch, silent
 from draftproof.provenance import FILE, digest, file_digest, fingerprint, provenance
 from draftproof.sampling import SamplingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftproof.errors import UserError, refuse_below_one, refuse_unknown
+from draftproof.errors import UserError, refuse_below_one, refuse_outside, refuse_unknown
 from draftproof.files import refuse_existing
 from draftproof.training.loop import TrainingPlan
 
@@ -85,8 +85,7 @@ class FeatureJob:
         if self.length < 8:
             raise UserError(f"length: expected 8 tokens or more, got {self.length}")
         least = 2 if self.format == "peagle" else 1  # a peagle head drafts that many tokens in one pass
-        if not least <= self.unroll <= 8:
-            raise UserError(f"unroll: expected {least} to 8 for format {self.format}, got {self.unroll}")
+        refuse_outside("unroll", self.unroll, least, 8, f" for format {self.format}")
 
     @property
     def work(self) -> Path:

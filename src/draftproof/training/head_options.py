@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftproof.errors import UserError, refuse_below_one
+from draftproof.errors import UserError, refuse_below_one, refuse_outside
 from draftproof.files import refuse_existing
 from draftproof.sampling import SamplingParams
 from draftproof.training.heads import Labels
@@ -95,8 +95,7 @@ class HeadJob:
     def __post_init__(self) -> None:
         if self.mix is not None and not 0 <= self.mix < 1:
             raise UserError(f"mix: expected 0 or more and less than 1, got {self.mix:g}")
-        if self.threshold is not None and not 0 <= self.threshold <= 1:
-            raise UserError(f"threshold: expected 0 to 1, got {self.threshold:g}")
+        refuse_outside("threshold", self.threshold or 0, 0, 1)
         if self.cost_ratio is not None and not 0 < self.cost_ratio < 1:
             raise UserError(f"cost ratio: expected a number between 0 and 1, got {self.cost_ratio:g}")
         refuse_below_one(batch=self.batch, trial_prompts=self.trial_prompts)

@@ -9,9 +9,9 @@ from typing import Any
 
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.engine import Engine
-from draftproof.engine.registry import make_verifier
 from draftproof.engine.request import Output
 from draftproof.engine.stats import Stats, total_stats
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.errors import refuse_unknown
 from draftproof.heads import Head
 from draftproof.progress import Watch, silent

@@ -23,7 +23,7 @@ from typing import Concatenate, ParamSpec, cast
 import torch
 from torch import Tensor
 
-from draftproof.errors import UserError, reason
+from draftproof.errors import UserError, reason, refuse_unknown
 
 VARIABLE = "DRAFTPROOF_TRITON"
 LEGAL = ("auto", "0", "1", "interpret")
@@ -55,8 +55,7 @@ def implementation(device: torch.device) -> Implementation:
         UserError: an unknown value of DRAFTPROOF_TRITON, or one that needs kernels that are not available.
     """
     value = os.environ.get(VARIABLE) or "auto"
-    if value not in LEGAL:
-        raise UserError(f"{VARIABLE}: expected one of {', '.join(LEGAL)}, got {value!r}")
+    refuse_unknown(VARIABLE, value, LEGAL)
     if value == "interpret":
         _require(value)
         _interpret()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftproof.accelerator import to_device
 from draftproof.draft import Draft, Verdict
-from draftproof.errors import UserError
+from draftproof.errors import refuse_outside
 from draftproof.functional.chain import ChainVerdict, block_verify, token_verify
 from draftproof.functional.lossy import last_token_verify, mentored_verify, mixture_verify, typical_verify
 from draftproof.functional.match import match_verify
@@ -135,24 +135,19 @@ def last_token_verifier() -> ChainVerifier:
 
 def typical_verifier(epsilon: float = 0.09) -> ChainVerifier:
     """Typical acceptance: keep tokens above epsilon, or above less if the target is undecided; q is not used."""
-    _in_range("typical", epsilon, 1.0)
+    refuse_outside("verifier typical", epsilon, 0, 1)
     return ChainVerifier(f"typical:{epsilon:g}", partial(typical_verify, epsilon=epsilon), lossless=False)
 
 
 def mixture_verifier(epsilon: float = 0.1) -> ChainVerifier:
     """The fixed mixture (1 - epsilon) p + epsilon q at every drafted position, epsilon 0 to 1."""
-    _in_range("mixture", epsilon, 1.0)
+    refuse_outside("verifier mixture", epsilon, 0, 1)
     return ChainVerifier(f"mixture:{epsilon:g}", partial(mixture_verify, epsilon=epsilon), lossless=False)
 
 
 def mentored_verifier(budget: float = 0.1) -> ChainVerifier:
     """Mentored decoding: as much acceptance as a divergence budget allows, 0 to 10 nats at each drafted position."""
-    _in_range("mentored", budget, 10.0)
+    refuse_outside("verifier mentored", budget, 0, 10)
     return ChainVerifier(
         f"mentored:{budget:g}", partial(mentored_verify, budget=budget), lossless=False, point_masses=False
     )
-
-
-def _in_range(name: str, value: float, most: float) -> None:
-    if not 0 <= value <= most:
-        raise UserError(f"verifier {name}: expected a number from 0 to {most:g}, got {value:g}")

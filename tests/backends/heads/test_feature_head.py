@@ -13,7 +13,8 @@ from draftproof.backends.heads.feature_net import load_net, save_net
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.drafters.base import DraftRequest
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.drafter_parts import make_drafter
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.sampling import probabilities
 from draftproof.tree import TokenTree
 from support.feature_heads import drafted, model_for, net_for

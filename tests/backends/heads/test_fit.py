@@ -14,8 +14,8 @@ from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.products.packed_linear import PackedLinear
-from draftproof.engine.drafter_parts import DRAFTERS
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.drafter_parts import DRAFTERS, make_drafter
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.testing import engine_distribution, target_distribution, total_variation
 from support import gguf_files, packed_checkpoints
 from support.feature_heads import net_for

@@ -18,8 +18,9 @@ from draftproof.backends.lean.module_backend import LeanModulesBackend, packing
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.gguf_modules import read_modules
 from draftproof.backends.loading.options import LoadOptions
+from draftproof.engine.drafter_parts import make_drafter
 from draftproof.engine.options import EngineOptions
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.models.gguf_file import GGUFFile
 from draftproof.tree import TokenTree
 from support.architectures.tiny import multimodal

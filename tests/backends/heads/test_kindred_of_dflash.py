@@ -15,8 +15,8 @@ from draftproof.backends.heads.published.dflash2 import DFlash2Net
 from draftproof.backends.heads.published.dspark import DSparkNet
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
+from draftproof.engine.drafter_parts import make_drafter
 from draftproof.engine.options import EngineOptions
-from draftproof.engine.registry import make_drafter
 from draftproof.models import REGISTRY
 from draftproof.tree import TokenTree
 from support import published

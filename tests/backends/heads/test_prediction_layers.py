@@ -15,7 +15,8 @@ from draftproof.backends.heads.published.mtp import _load, mtp_backend
 from draftproof.backends.heads.published.mtp_head import mtp_head_backend
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.drafter_parts import make_drafter
+from draftproof.engine.verifier_parts import make_verifier
 from support import published
 from support.helpers import assert_other_rows_are_seen, assert_output_distribution, random_model, tiny_llama
 from support.published import DATA

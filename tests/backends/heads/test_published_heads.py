@@ -19,7 +19,8 @@ from draftproof.backends.heads.published.medusa import MedusaBackend
 from draftproof.backends.heads.published.peagle import PEagleBackend
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.drafter_parts import make_drafter
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.tree import TokenTree
 from support import published
 from support.helpers import (

@@ -18,7 +18,8 @@ from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.products import packed_linear
 from draftproof.backends.products.packed_linear import RescoredProduct
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.drafter_parts import make_drafter
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.tree import TokenTree
 from support.architectures.tiny import tiny_config, tiny_model
 from support.helpers import assert_other_rows_are_seen, assert_output_distribution, random_model

@@ -11,7 +11,8 @@ from draftproof.backends.cache.prefix_cache import PrefixCache
 from draftproof.backends.heads.feature_head import StandaloneHead
 from draftproof.backends.heads.published.eagle3 import eagle3_backend
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.drafter_parts import make_drafter
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.tree import TokenTree
 from support import published
 from support.architectures.tiny import VOCAB, tiny_config, tiny_model

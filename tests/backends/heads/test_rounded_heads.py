@@ -9,7 +9,8 @@ from draftproof.backends.heads.published.rounding import rounded_head
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.products import packed_linear
 from draftproof.backends.products.packed_linear import PackedLinear, RescoredProduct
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.drafter_parts import make_drafter
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.native.tensors import Quantized
 from support.helpers import assert_output_distribution, tiny_llama
 from support.published import IDS, WRITERS, tiny_target

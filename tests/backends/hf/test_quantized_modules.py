@@ -18,7 +18,8 @@ from draftproof.backends.hf.native_modules import QuantizedExperts
 from draftproof.backends.hf.quantized_modules import QuantizedLinear, quantizing
 from draftproof.backends.products import packed_linear as packed
 from draftproof.backends.products.packed_linear import PackedLinear
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.drafter_parts import make_drafter
+from draftproof.engine.verifier_parts import make_verifier
 from support.helpers import CONFIGS, RANGE, ROPE, random_model
 from support.native_levels import needs_native
 from support.pretend_cuda import OnDevice

@@ -20,7 +20,8 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import point_chain
 from draftproof.drafters.none import NoDrafter
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.drafter_parts import make_drafter
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.tree import TokenTree
 from support import quantized_drafts as quantized

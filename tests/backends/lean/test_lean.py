@@ -30,7 +30,7 @@ from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.in_memory import backend_in_memory
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.products.packed_linear import LinearSlice, packs
-from draftproof.engine.registry import make_verifier
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.models import resolve
 from draftproof.native.dispatch import VARIABLE
 from draftproof.tree import TokenTree

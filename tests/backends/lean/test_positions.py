@@ -12,7 +12,8 @@ from draftproof.backends.hf import longrope as switching
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend, supports
 from draftproof.drafters.ngram import NgramDrafter
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.drafter_parts import make_drafter
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.tree import TokenTree
 from support.helpers import CONFIGS, ROPE, random_model
 from support.long_contexts import GREEDY, LONGROPE, PROMPTS, check_text, phi3

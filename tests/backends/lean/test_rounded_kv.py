@@ -21,7 +21,7 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.engine.options import EngineOptions
-from draftproof.engine.registry import make_verifier
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.native.dispatch import VARIABLE
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import TableModel, engine_distribution, total_variation

@@ -15,8 +15,8 @@ from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.lean.native_layers import NativeLayers
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
-from draftproof.engine.registry import make_verifier
 from draftproof.engine.request import SameText
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.native.dispatch import VARIABLE
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import TableModel

@@ -27,7 +27,7 @@ from draftproof.backends.loading.options import LoadOptions
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NgramDrafter
-from draftproof.engine.registry import make_verifier
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.models.gguf_file import GGUFFile
 from draftproof.native.dispatch import VARIABLE
 from draftproof.native.ggml import TYPES

@@ -22,7 +22,7 @@ from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.stored_backends import _PassContext
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.none import NoDrafter
-from draftproof.engine.registry import make_verifier
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.models.gguf_file import GGUFFile
 from draftproof.profiling.tensor_memory import tensor_memory
 from draftproof.testing import engine_distribution, total_variation

@@ -17,7 +17,8 @@ from draftproof.backends.loading.load import load
 from draftproof.backends.loading.match import reads
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.drafters.none import NoDrafter
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.drafter_parts import make_drafter
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.models.gguf_file import GGUFFile
 from draftproof.testing import engine_distribution, total_variation
 from support.distributions import checks_off

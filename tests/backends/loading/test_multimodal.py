@@ -12,8 +12,8 @@ from draftproof.backends.loading.by_name import load_backend, load_model
 from draftproof.backends.loading.language_model import text_part
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.drafters.ngram import NgramDrafter
+from draftproof.engine.drafter_parts import make_drafter
 from draftproof.engine.prompts import PromptReader
-from draftproof.engine.registry import make_drafter
 from support.architectures.tiny import multimodal
 from support.helpers import tokenizer
 

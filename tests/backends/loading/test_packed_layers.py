@@ -13,7 +13,7 @@ from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.stored_backends import _PassContext
 from draftproof.backends.products.packed_linear import LinearSlice, StoredProduct
 from draftproof.drafters.ngram import NgramDrafter
-from draftproof.engine.registry import make_drafter
+from draftproof.engine.drafter_parts import make_drafter
 from draftproof.tree import TokenTree
 from support.packed_checkpoints import IDS, SHAPE, checkpoint, logits_of, off, read, round_rows
 

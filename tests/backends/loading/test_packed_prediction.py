@@ -9,7 +9,8 @@ from draftproof.backends.heads.published.mtp import has_prediction_layers, mtp_b
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.products.packed_linear import LinearSlice, StoredProduct
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.drafter_parts import make_drafter
+from draftproof.engine.verifier_parts import make_verifier
 from support.gguf_modules import module_model
 from support.packed_checkpoints import checkpoint, off, with_prediction
 from support.qwen_mtp import rows, tensors_of

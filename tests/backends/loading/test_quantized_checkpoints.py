@@ -18,7 +18,7 @@ from draftproof import Engine, UserError
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.drafters.ngram import NgramDrafter
-from draftproof.engine.registry import make_drafter
+from draftproof.engine.drafter_parts import make_drafter
 from support.quantized_models import GREEDY, PROMPTS, fp8, generated, original, saved
 
 

@@ -16,8 +16,8 @@ from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.stored_backends import StoredBackend, rounded
+from draftproof.backends.loading.stored_mixtures import rounded_matrix
 from draftproof.backends.products.packed_linear import dense
-from draftproof.backends.products.rounding import rounded_matrix
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.native.ggml import WORDS
 from draftproof.tree import TokenTree

@@ -21,7 +21,8 @@ from draftproof.backends.products.packed_linear import (
     PackedLinear,
     largest,
 )
-from draftproof.engine.registry import make_drafter, make_verifier, why_not
+from draftproof.engine.drafter_parts import make_drafter, why_not
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.native.operations import NEIGHBOURS
 from draftproof.native.tensors import BITS, GROUPS, STORED_BITS, Interleaved, Quantized
 from support.helpers import CONFIGS, ROPE, assert_output_distribution, random_model

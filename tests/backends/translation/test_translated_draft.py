@@ -21,7 +21,7 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
 from draftproof.embedded import draft_dir, target_dir
-from draftproof.engine.registry import make_verifier
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.integrations.transformers import speculative
 from draftproof.rng import CounterRoundRng
 from draftproof.stoppers.fixed import FixedLength

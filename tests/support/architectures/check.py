@@ -15,7 +15,8 @@ from draftproof.backends.lean.backend import LeanBackend, supports
 from draftproof.backends.lean.module_backend import LeanModulesBackend
 from draftproof.backends.loading.by_name import reads_modules
 from draftproof.backends.recurrent.mixers import mixers_of
-from draftproof.engine.registry import make_drafter, make_verifier, reads_draft
+from draftproof.engine.drafter_parts import make_drafter, reads_draft
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.errors import UndraftableError
 from support.architectures.overrides import CANNOT_BE_MADE
 from support.architectures.reference import (

@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -31,7 +32,7 @@ _FACTORIES = {
     "create_bidirectional_mask": "bidirectional attention",
     "create_bidirectional_sliding_window_mask": "bidirectional attention",
 }
-ONE_AT_A_TIME = threading.Lock()  # functions of modules are replaced meanwhile
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class ChunkedWindow(int):
@@ -61,9 +62,13 @@ class Windows:
 
 
 def windows_of(model: Any) -> Windows:
-    """The kinds of mask that a model builds when it reads two tokens; full attention where it builds none."""
+    """The kinds of attention mask that a model builds when it reads two tokens; full attention where it builds none."""
     found: list[tuple[str, Any]] = []
-    with ONE_AT_A_TIME, _watched(model, found), torch.inference_mode():
+    modules = {sys.modules[type(each).__module__] for each in model.modules() if type(each).__module__ in sys.modules}
+    watchers: dict[str, Callable[..., Any]] = {name: partial(_note, found, kind) for name, kind in _FACTORIES.items()}
+    watchers["create_masks_for_generate"] = partial(_note_all, found)
+    calls = [(each, name, watcher) for each in modules for name, watcher in watchers.items() if hasattr(each, name)]
+    with watching(calls), torch.inference_mode():
         ids = torch.zeros((1, 2), dtype=torch.int64, device=input_device(model))
         model(input_ids=ids, use_cache=False)
     text = model.config.get_text_config()
@@ -75,44 +80,42 @@ def windows_of(model: Any) -> Windows:
     return Windows(frozenset(kinds or {FULL}), config)
 
 
+def _note(found: list[tuple[str, Any]], kind: str, made: Any, *args: Any, **kwargs: Any) -> Any:
+    """Watch a function that makes masks of one kind."""
+    found.append((kind, kwargs["config"] if "config" in kwargs else args[0]))
+    return made
+
+
+def _note_all(found: list[tuple[str, Any]], made: Any, *args: Any, **kwargs: Any) -> Any:
+    """Watch the function that makes masks of all kinds."""
+    config = (kwargs["config"] if "config" in kwargs else args[0]).get_text_config()
+    one = SLIDING if getattr(config, "sliding_window", None) is not None else FULL
+    found.extend((kind, config) for kind in (made if isinstance(made, dict) else [one]))
+    return made
+
+
 @contextmanager
-def _watched(model: Any, found: list[tuple[str, Any]]) -> Iterator[None]:
-    """Record this thread's calls of functions that make masks, in all modules that the model's classes come from."""
-    modules = {sys.modules[type(each).__module__] for each in model.modules() if type(each).__module__ in sys.modules}
-    with ExitStack() as stack:
-        for module in modules:
-            for name, kind in _FACTORIES.items():
-                if hasattr(module, name):
-                    stack.enter_context(mock.patch.object(module, name, _recording(getattr(module, name), kind, found)))
-            if hasattr(module, "create_masks_for_generate"):
-                made = _recording_all(module.create_masks_for_generate, found)
-                stack.enter_context(mock.patch.object(module, "create_masks_for_generate", made))
+def watching(calls: Iterable[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
+    """While this is open, watchers get what this thread's calls of transformers' functions return, and may change it.
+
+    Functions of modules are replaced meanwhile, so one model is watched at a time; for other threads, whose models may
+    be of the same family, they do what they always do.
+
+    Args:
+        calls: owner and name of each function, and its watcher: it is called with what the function made and with its
+            arguments, and what it returns is what the caller gets.
+    """
+    thread = threading.get_ident()
+
+    def watched(function: Callable[..., Any], watcher: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made = function(*args, **kwargs)
+            return watcher(made, *args, **kwargs) if threading.get_ident() == thread else made
+
+        return call
+
+    with _ONE_AT_A_TIME, ExitStack() as stack:
+        for owner, name, watcher in calls:
+            stack.enter_context(mock.patch.object(owner, name, watched(getattr(owner, name), watcher)))
         yield
-
-
-def _recording(make: Callable[..., Any], kind: str, found: list[tuple[str, Any]]) -> Callable[..., Any]:
-    watching = threading.get_ident()  # others may run models of the same family
-
-    @functools.wraps(make)
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == watching:
-            found.append((kind, kwargs["config"] if "config" in kwargs else args[0]))
-        return make(*args, **kwargs)
-
-    return recorded
-
-
-def _recording_all(make: Callable[..., Any], found: list[tuple[str, Any]]) -> Callable[..., Any]:
-    watching = threading.get_ident()
-
-    @functools.wraps(make)
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        made = make(*args, **kwargs)
-        if threading.get_ident() != watching:
-            return made
-        config = (kwargs["config"] if "config" in kwargs else args[0]).get_text_config()
-        one = SLIDING if getattr(config, "sliding_window", None) is not None else FULL
-        found.extend((kind, config) for kind in (made if isinstance(made, dict) else [one]))
-        return made
-
-    return recorded

@@ -7,21 +7,21 @@ from it (EAGLE, arXiv 2401.15077).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
-from draftproof.errors import UserError, reason
-from draftproof.files import read_object
+from draftproof.errors import UserError
+from draftproof.files import write_json
+from draftproof.heads import CONFIG, WEIGHTS, load_network
 
-CONFIG, WEIGHTS, FORMAT = "config.json", "model.safetensors", 1
+FORMAT = 1
 EPS = 1e-5  # of every norm
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # rotated queries, keys and values [rows heads width dim] -> mixed
 
@@ -164,37 +164,15 @@ def save_net(net: FeatureNet, directory: Path, dtype: torch.dtype = torch.bfloat
         for name, tensor in net.state_dict().items()
     }
     save_file(tensors, directory / WEIGHTS)
-    text = json.dumps({"kind": "feature_head", "format": FORMAT, **asdict(net.config)}, indent=2) + "\n"
-    (directory / CONFIG).write_text(text, encoding="utf-8")
+    write_json(directory / CONFIG, {"kind": "feature_head", "format": FORMAT, **asdict(net.config)})
 
 
 def load_net(directory: str | Path) -> FeatureNet:
     """Read a feature head from its directory, in float32."""
-    where = Path(directory).expanduser()
-    for name in (CONFIG, WEIGHTS):
-        if not (where / name).is_file():
-            raise UserError(
-                f"no feature head in {str(where)!r} ({name} is missing): "
-                "expected a directory of `draftproof train feature-head`"
-            )
-    net = FeatureNet(_read_config(where / CONFIG))
-    try:
-        net.load_state_dict(load_file(where / WEIGHTS))
-    except Exception as cause:
-        raise UserError(
-            f"the weights of the feature head {str(where)!r} do not fit its config: {reason(cause)}"
-        ) from cause
+    net = load_network(directory, FeatureConfig, FeatureNet, "feature head", kind="feature_head", format=FORMAT)
     ids = net.ids.tolist()
     if ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= net.config.vocab_size:
-        raise UserError(f"the feature head {str(where)!r} names tokens out of order, twice or outside its vocabulary")
-    return net.requires_grad_(requires_grad=False).eval()
-
-
-def _read_config(path: Path) -> FeatureConfig:
-    found = read_object(path, "the config of a feature head")
-    kind, version = found.pop("kind", None), found.pop("format", None)
-    known = {field.name for field in fields(FeatureConfig)}
-    needed = {"target", "hidden_size", "vocab_size", "heads", "key_heads", "inner_size", "ids"}
-    if (kind, version) != ("feature_head", FORMAT) or not needed <= set(found) <= known:
-        raise UserError(f"{str(path)!r} is not the config of a feature head of format {FORMAT}")
-    return FeatureConfig(**found)
+        raise UserError(
+            f"the feature head {str(directory)!r} names tokens out of order, twice or outside its vocabulary"
+        )
+    return net

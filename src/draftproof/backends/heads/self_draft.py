@@ -16,7 +16,7 @@ from draftproof.backends.base import Session
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.sessions import SlotSession
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.errors import UserError, reason
+from draftproof.errors import UserError, reason, refuse_outside
 
 
 class SelfDraftBackend(SlotBackend):
@@ -64,8 +64,7 @@ class EarlyExitBackend(SelfDraftBackend):
 
     def __init__(self, whole: SlotBackend, layers: int) -> None:
         total = whole.facts.layers
-        if not 1 <= layers < total:
-            raise UserError(f"early exit of {whole.name}: expected 1 to {total - 1} layers, got {layers}")
+        refuse_outside(f"early exit of {whole.name}", layers, 1, total - 1, " layers")
         try:
             part = whole.first_layers(layers)
         except UserError as cause:

@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from draftproof.errors import UserError
+from draftproof.errors import UserError, refuse_outside
 
 
 def first_layers(model: Any, layers: int, name: str) -> Any:
     """A model with the first decoder layers of another one, sharing every weight."""
     total = int(model.config.get_text_config().num_hidden_layers)
-    if not 1 <= layers < total:
-        raise UserError(f"early exit of {name}: expected 1 to {total - 1} layers, got {layers}")
+    refuse_outside(f"early exit of {name}", layers, 1, total - 1, " layers")
     path = _layers_path(model, total)
     if path is None:
         raise UserError(f"early exit: the layers of {name} ({type(model).__name__}) are not one list of modules")

@@ -8,19 +8,18 @@ running it, what differs between layers by watching one pass. `backends.hf.probe
 from __future__ import annotations
 
 import inspect
-import threading
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
-from draftproof.backends.cache.windows import ONE_AT_A_TIME
+from draftproof.backends.cache.windows import watching
 from draftproof.backends.hf.truncate import shallow
 from draftproof.backends.lean.rotary import Rotary, order_of
 from draftproof.backends.model_info import input_device, relative_error
@@ -439,32 +438,26 @@ class _Constant(nn.Module):
 class _Watch:
     """What a model does in a pass over two tokens.
 
-    Functions of the family's module are replaced meanwhile; for other threads, whose models may be of the same family,
-    they do what they always do.
-
     Attributes:
         divisor, logit_cap: what the output layer's results go through.
     """
 
     def __init__(self, model: Any, attention: Any) -> None:
-        self._names = inspect.unwrap(type(attention).forward).__globals__
+        module = sys.modules.get(inspect.unwrap(type(attention).forward).__module__)
         self._layer = -1
         self._calls = 0
         self._scale = float(attention.scaling)
-        self._thread = threading.get_ident()
         self._turned: set[int] = set()
         self._caps: set[float] = set()
         # What follows the output layer is found by giving it other numbers, large enough for a soft limit to show.
         shown = model.lm_head.weight.new_empty((1, 2, model.lm_head.out_features))
         shown.copy_(torch.linspace(-200, 200, shown.numel()).view(shown.shape))
         total = len(model.model.layers)
-        with ExitStack() as stack:
-            stack.enter_context(ONE_AT_A_TIME)
-            changed = {"apply_rotary_pos_emb": self._turn, "ALL_ATTENTION_FUNCTIONS": self}
-            self._real = {name: self._names[name] for name in changed if name in self._names}
-            if len(self._real) < len(changed):
-                raise UnreadError("its attention is not transformers' usual one")
-            stack.enter_context(mock.patch.dict(self._names, changed))
+        functions = getattr(module, "ALL_ATTENTION_FUNCTIONS", None)
+        if functions is None or not hasattr(module, "apply_rotary_pos_emb"):
+            raise UnreadError("its attention is not transformers' usual one")
+        calls = (module, "apply_rotary_pos_emb", self._turn), (functions, "get_interface", self._attention)
+        with watching(calls), ExitStack() as stack:
             for layer in model.model.layers:
                 stack.callback(layer.register_forward_pre_hook(self._enter).remove)
             twin = shallow(model)
@@ -481,16 +474,12 @@ class _Watch:
     def _enter(self, *_: Any) -> None:
         self._layer += 1
 
-    def _turn(self, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == self._thread:
-            self._turned.add(self._layer)
-        return self._real["apply_rotary_pos_emb"](*args, **kwargs)
+    def _turn(self, made: Any, *_: Any, **__: Any) -> Any:
+        self._turned.add(self._layer)
+        return made
 
-    def get_interface(self, *given: Any, **more: Any) -> Callable[..., Any]:
-        """In place of transformers' own: the function that computes attention, watched."""
-        right: Callable[..., Any] = self._real["ALL_ATTENTION_FUNCTIONS"].get_interface(*given, **more)
-        if threading.get_ident() != self._thread:
-            return right
+    def _attention(self, right: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
+        """The function that computes attention, watched."""
 
         def attend(*args: Any, **kwargs: Any) -> Any:
             self._calls += 1

@@ -28,7 +28,7 @@ from draftproof.backends.loading.packed_layers import PackedLayers
 from draftproof.backends.loading.quantization import packages_hint, quantization_for, refuse_unknown_quantization
 from draftproof.backends.loading.stored_backends import stored_backend
 from draftproof.backends.recurrent.mixers import mixers_of
-from draftproof.errors import UndraftableError, UserError, listed, reason
+from draftproof.errors import UndraftableError, UserError, listed, reason, refuse_unknown
 from draftproof.models.download import INSTALL_GGUF
 from draftproof.models.gguf_file import GGUFFile, generation_config, is_gguf
 from draftproof.native.threads import limit_threads
@@ -75,8 +75,7 @@ def load_backend(source: str, options: LoadOptions | None = None) -> Loaded:
     """
     options = options or LoadOptions()
     backend = current_name(options.backend)
-    if backend not in BACKENDS:
-        raise UserError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
+    refuse_unknown("backend", backend, BACKENDS)
     if options.tensor_parallel != 1:
         _refuse_undivided(source, replace(options, backend=backend))
         return take_part(options.tensor_parallel).load(source, options, _load_part)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from draftproof.errors import UserError, reason
+from draftproof.errors import UserError, reason, refuse_unknown
 from draftproof.native.tensors import BITS
 
 DTYPES: dict[str, torch.dtype | str] = {
@@ -47,8 +47,7 @@ class LoadOptions:
             ("weights", self.weights, WEIGHTS),
             ("kv_dtype", self.kv_dtype, KV_DTYPES),
         ):
-            if value not in legal:
-                raise UserError(f"{name}: expected one of {', '.join(legal)}, got {value!r}")
+            refuse_unknown(name, value, legal)
 
     def own_dtype(self, default: torch.dtype, backends: tuple[str, ...] = ("lean",)) -> torch.dtype | None:
         """The dtype of hidden states where weights of few bits are read natively by `backends`; None elsewhere."""
@@ -68,15 +67,13 @@ def draft_dtype(name: str, dtype: str) -> tuple[str, int | None]:
     quantized = {f"int{bits}": bits for bits in BITS}
     if name in quantized:
         return dtype, quantized[name]
-    if name not in DTYPES:
-        raise UserError(f"draft_dtype: expected one of {', '.join((*DTYPES, *quantized))}, got {name!r}")
+    refuse_unknown("draft_dtype", name, (*DTYPES, *quantized))
     return (dtype if name == "auto" else name), None
 
 
 def parse_dtype(name: str) -> torch.dtype | str:
     """The torch dtype of a name; "auto" stays."""
-    if name not in DTYPES:
-        raise UserError(f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
+    refuse_unknown("dtype", name, DTYPES)
     return DTYPES[name]
 
 

@@ -1,12 +1,13 @@
-"""Mixtures of experts of transformers' models as native ones, whose weights are rounded."""
+"""Mixtures of experts of transformers' models as native ones, whose weights are rounded in groups of 32 inputs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from draftproof.backends.hf.quantized_modules import UNFIT
@@ -14,9 +15,13 @@ from draftproof.backends.hf.truncate import put, shallow
 from draftproof.backends.lean.hybrid import beside_of
 from draftproof.backends.lean.mixture import Mixture, NoRouter, StoredMixture
 from draftproof.backends.lean.mixture_modules import ParallelExperts, is_mixture, native_mixture, parts_of
-from draftproof.backends.lean.traits import Experts, UnreadError
-from draftproof.backends.products.rounding import GROUP, rounded_matrix
+from draftproof.backends.lean.traits import LLAMA, Experts, UnreadError
 from draftproof.errors import UserError, reason
+from draftproof.native.ggml import Q8_0, WORDS, StoredMatrix
+
+_GROUP = 32  # inputs that share a scale
+_SHARES = (1.0, 0.92, 0.84)  # of a group's range, that are tried with 4 bits: what lies beyond is cut off
+_TOGETHER = 1 << 22  # numbers that are rounded together, which bounds the memory beside
 
 
 def with_rounded_experts(model: Any, bits: int, name: str) -> Any:
@@ -53,37 +58,66 @@ def _refused(name: str, path: str, why: str) -> UserError:
 
 @torch.inference_mode()
 def _rounded(block: Any, bits: int, beside: ParallelExperts | None) -> Mixture:
-    """The native mixture of a module, with rounded weights."""
+    """The native mixture of a module, with rounded weights; what its router does is seen with the whole ones."""
     parts = parts_of(block, beside)
-    whole = native_mixture(_unpacked(parts), Experts(parts.count, parts.chosen))
-    return native_mixture(_in_few_bits(parts, bits), parts.routing(whole))
-
-
-def _unpacked(parts: SimpleNamespace) -> SimpleNamespace:
-    """The same parts; products that are made of them do not take the places of the module's own layers."""
-    made = SimpleNamespace(**vars(parts))
+    routing = parts.routing(native_mixture(parts, Experts(parts.count, parts.chosen), in_place=True))
+    parts.experts = _in_few_bits(parts.experts, ("gate_up_proj", "down_proj"), bits)
     if parts.weighed:
-        made.shared_expert = SimpleNamespace(**_layers(parts.shared_expert))
-    return made
+        parts.shared_expert = _in_few_bits(parts.shared_expert, (*LLAMA.gate_up, "down_proj"), bits)
+    return native_mixture(parts, routing)
 
 
-def _layers(shared: Any) -> dict[str, SimpleNamespace]:
-    layers = {name: getattr(shared, name) for name in ("gate_proj", "up_proj", "down_proj")}
-    if any(each.bias is not None for each in layers.values()):
-        raise UnreadError("its shared expert has biases")
-    return {name: SimpleNamespace(weight=each.weight.detach(), bias=None) for name, each in layers.items()}
+def _in_few_bits(owner: Any, names: Sequence[str], bits: int) -> SimpleNamespace:
+    """Linear layers with rounded weights, under the same names."""
+    made = {}
+    for name in names:
+        layer = getattr(owner, name)
+        if layer.bias is not None or layer.weight.shape[1] % _GROUP:
+            raise UnreadError(
+                f"its {name} has biases, or reads {layer.weight.shape[1]} numbers, no multiple of {_GROUP}"
+            )
+        made[name] = SimpleNamespace(weight=rounded_matrix(layer.weight.detach(), bits), bias=None)
+    return SimpleNamespace(**made)
 
 
-def _in_few_bits(parts: SimpleNamespace, bits: int) -> SimpleNamespace:
-    """The same with experts of few bits."""
-    made = _unpacked(parts)
-    for name in ("experts", *(["shared_expert"] if parts.weighed else [])):
-        layers = vars(getattr(made, name))
-        setattr(made, name, SimpleNamespace(**{kind: _few(layer.weight, bits) for kind, layer in layers.items()}))
-    return made
+def rounded_matrix(weight: Float[Tensor, "out in"], bits: int) -> StoredMatrix:
+    """A weight in the nearest numbers of 8 bits, or of 4 with a scale and a zero for each group by least squared error.
+
+    Raises:
+        ValueError: other bits, or a number of inputs that groups do not divide.
+    """
+    outs, ins = weight.shape
+    if bits not in (4, 8) or ins % _GROUP:
+        raise ValueError(f"expected 4 or 8 bits and inputs in groups of {_GROUP}, got {bits} bits and {ins} inputs")
+    rows = max(1, _TOGETHER // ins)
+    blocks = _of_eight if bits == 8 else _of_four
+    content = torch.cat([blocks(part.float().view(-1, _GROUP)).flatten() for part in torch.split(weight, rows)])
+    return StoredMatrix(content, outs, ins, Q8_0 if bits == 8 else WORDS[_GROUP], weight.dtype)
 
 
-def _few(weight: Float[Tensor, "out in"], bits: int) -> SimpleNamespace:
-    if weight.shape[1] % GROUP:
-        raise UnreadError(f"its experts read {weight.shape[1]} numbers, no multiple of {GROUP}")
-    return SimpleNamespace(weight=rounded_matrix(weight, bits), bias=None)
+def _of_eight(groups: Float[Tensor, "groups 32"]) -> UInt8[Tensor, "groups bytes"]:
+    scales = _held(groups.abs().amax(-1, keepdim=True) / 127)
+    numbers = (groups / scales).round_().clamp_(-127, 127).to(torch.int8)
+    return torch.cat((scales.half().view(torch.uint8), numbers.view(torch.uint8)), -1)
+
+
+def _of_four(groups: Float[Tensor, "groups 32"]) -> UInt8[Tensor, "groups bytes"]:
+    low, high = groups.amin(-1, keepdim=True).clamp_(max=0), groups.amax(-1, keepdim=True).clamp_(min=0)
+    best = torch.full_like(low, torch.inf)
+    chosen = [torch.empty_like(low), torch.empty_like(low), torch.empty_like(groups)]
+    for share in _SHARES:
+        scales = _held((high - low) * (share / 15))
+        zeros = (-low * share / scales).round_().clamp_(0, 15)
+        numbers = (groups / scales + zeros).round_().clamp_(0, 15)
+        error = ((numbers - zeros) * scales - groups).square_().sum(-1, keepdim=True)
+        better = error < best
+        best = torch.where(better, error, best)
+        chosen = [torch.where(better, new, old) for new, old in zip((scales, zeros, numbers), chosen, strict=True)]
+    scales, zeros, numbers = chosen
+    pairs = numbers.to(torch.uint8).view(len(groups), -1, 2)
+    return torch.cat((scales.half().view(torch.uint8), zeros.to(torch.uint8), pairs[..., 0] | pairs[..., 1] << 4), -1)
+
+
+def _held(scales: Tensor) -> Tensor:
+    """Scales that float16 holds, and that something can be divided by."""
+    return scales.half().float().clamp_(min=2.0**-24)

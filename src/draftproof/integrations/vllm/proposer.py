@@ -11,7 +11,7 @@ from draftproof.drafters.auto import AutoDrafter
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.engine.registry import make_stopper
+from draftproof.engine.stopper_parts import make_stopper
 from draftproof.errors import UserError
 from draftproof.integrations.vllm.options import PluginOptions
 from draftproof.integrations.vllm.runner import current_round

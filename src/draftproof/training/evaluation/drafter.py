@@ -17,9 +17,10 @@ from draftproof.backends.loading.by_name import Loaded, load_backend, refuse_ggu
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.backends.model_info import end_tokens
+from draftproof.engine.drafter_parts import make_drafter
 from draftproof.engine.engine import Engine
-from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.engine.stats import total_stats
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.errors import UserError
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts, without_directory

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftproof.engine.registry import SHIPPED_HEADS
 from draftproof.engine.request import Output
+from draftproof.engine.stopper_parts import SHIPPED_HEADS
 from draftproof.errors import UserError
 from draftproof.heads import Head, load_head
 from draftproof.progress import Watch, silent
