@@ -213,6 +213,26 @@ def test_an_answer_is_parsed_by_the_official_client(client, seed):
     assert made.choices[0].finish_reason == "stop"
 
 
+class Pets(pydantic.BaseModel):
+    """A form with definitions."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    first: Pet
+    second: Pet
+
+
+@pytest.mark.parametrize("references", ["#/$defs/{model}", "/$defs/{model}"])
+def test_definitions_are_referred_to_with_and_without_a_sign(client, references):
+    """LiteLLM leaves the sign out where it makes a schema of a pydantic class."""
+    schema = Pets.model_json_schema(ref_template=references)
+    assert references.format(model="Pet") in json.dumps(schema)
+    form = {"type": "json_schema", "json_schema": {"name": "pets", "schema": schema}}
+    made = client.chat.completions.create(
+        model="story", messages=MESSAGES, response_format=form, max_tokens=120, seed=1
+    )
+    Pets.model_validate_json(made.choices[0].message.content)
+
+
 def test_forms_of_a_completion(base):
     def made(**fields):
         return post(base, **{"max_tokens": 80, "seed": 1, **fields}).json()["choices"][0]["text"]

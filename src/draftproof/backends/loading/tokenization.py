@@ -55,7 +55,9 @@ def _why_none(where: Path, cause: Exception) -> str:
         return "the directory has no config.json: expected one with config.json, a tokenizer and safetensors"
     if not where.exists() and "gguf" in where.name.lower():
         return f"{reason(cause)} (of .gguf files in a hub repository one is named by its kind: {where}:Q4_K_M)"
-    return reason(cause)
+    said = reason(cause)
+    unknown = "GGUF model with architecture" in said
+    return f"{said} (take the model's own directory or hub id)" if unknown else said
 
 
 def read_tokenizer(file: GGUFFile) -> FastTokenizer | None:
