@@ -48,6 +48,7 @@ OTHERS = {
     "--serve",
     "--shape",
     "--dry-run",
+    "--minutes",
     "--resolution",
     "--cpus",
     "--cpunodebind",
