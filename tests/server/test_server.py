@@ -477,6 +477,28 @@ def test_unknown_paths_and_methods_have_the_same_form_of_error(base):
     assert answer.headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize(("path", "hint"), [("/chat/completions", True), ("/models", True), ("/v1/chat", False)])
+def test_a_base_url_without_v1_is_noticed(base, path, hint):
+    """As a client asks that appends its paths to an address without /v1."""
+    answer = httpx.post(base + path, json={})
+    assert answer.status_code == 404
+    assert ("end the client's base URL with /v1" in error_of(answer)["message"]) is hint
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("max_token", "did you mean max_tokens?"),
+        ("qqqq", "/openapi.json lists the fields that are"),
+        ("instructions", "/openapi.json lists the fields that are"),  # of another API
+    ],
+)
+def test_a_field_that_is_misspelt(base, field, said):
+    answer = error_of(post(base, **{field: 1}))
+    assert answer["param"] == field
+    assert answer["message"] == f"{field} is not supported: {said}"
+
+
 @pytest.mark.parametrize(("path", "status"), [("/health", 200), ("/v1/models", 200), ("/v1/completions", 405)])
 def test_head_answers_as_get_without_a_body(base, path, status):
     answers = [httpx.request(method, base + path) for method in ("HEAD", "GET")]
