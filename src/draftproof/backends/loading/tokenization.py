@@ -6,10 +6,12 @@ their padded size are used as they are; between others, tokens are translated (`
 
 from __future__ import annotations
 
+import difflib
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from draftproof import models
 from draftproof.backends.loading.fast_tokenizer import LEFT_TO_TRANSFORMERS, Description, FastTokenizer
 from draftproof.backends.translation.token_map import TokenContents, TokenMap, map_tokens
 from draftproof.errors import UserError, reason
@@ -56,6 +58,15 @@ def _why_none(where: Path, cause: Exception) -> str:
     if not where.exists() and "gguf" in where.name.lower():
         return f"{reason(cause)} (of .gguf files in a hub repository one is named by its kind: {where}:Q4_K_M)"
     said = reason(cause)
+    if not where.exists() and ("couldn't connect" in said or "offline" in said.lower()):
+        near = difflib.get_close_matches(str(where), models.REGISTRY, 1)
+        hint = (
+            f"did you mean {near[0]}?" if near else "expected a name of `draftproof models list`, a hub id, or a path"
+        )
+        return (
+            "no such model is on this machine, and the hub cannot be reached or may not be asked (--offline, "
+            f"HF_HUB_OFFLINE): {hint}"
+        )
     unknown = "GGUF model with architecture" in said
     return f"{said} (take the model's own directory or hub id)" if unknown else said
 
