@@ -17,6 +17,7 @@ from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.verifier_parts import make_verifier
 from draftproof.errors import NoTokenError
 from draftproof.grammar import Grammars
+from draftproof.grammar_compile import use_local_references
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import TableModel, engine_distribution, total_variation
 from draftproof.tree import TokenTree
@@ -477,6 +478,37 @@ def test_json_of_any_kind_and_lark(engine):
     assert made.finish_reason == "length" or isinstance(json.loads(made.text), dict)
 
 
+def referring(reference, **beside):
+    """A schema with a reference in a list of alternatives, and the same characters as data and as names."""
+    a, b, c, d = ({"$ref": reference} for _ in range(4))
+    made = {"anyOf": [{"items": a}], "const": b, "properties": {"$ref": {"type": "string"}, "default": c}}
+    return {**made, "$defs": {"a/b": {"type": "integer"}, "c": d}, **beside}
+
+
+def test_references_as_litellm_writes_them():
+    """An absolute pointer, without the sign that it is one; data, and what may be something else, stay as they are."""
+    schema, expected = referring("/$defs/a~1b"), referring("#/$defs/a~1b", const={"$ref": "/$defs/a~1b"})
+    use_local_references(schema)
+    assert schema == expected
+    for same in (
+        referring("/$defs/none"),
+        referring("/$defs/a~1b/none"),
+        referring("/other/a~1b"),
+        referring("#/$defs/a~1b"),
+        referring("/$defs/a~1b", **{"$id": "http://a.example"}),
+    ):
+        before = json.dumps(same)
+        use_local_references(same)
+        assert json.dumps(same) == before
+
+
+def test_answers_fit_definitions_in_the_schema(engine):
+    schema = {"type": "object", "properties": {"a": {"$ref": "/$defs/A"}}, "required": ["a"]}
+    schema |= {"additionalProperties": False, "$defs": {"A": {"enum": [41, 42]}}}
+    params = SamplingParams(grammar=f"json_schema:{json.dumps(schema)}", max_tokens=30, seed=1)
+    assert json.loads(engine.generate("Once", params)[0].text)["a"] in (41, 42)
+
+
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
@@ -488,6 +520,8 @@ def test_json_of_any_kind_and_lark(engine):
         ("json_schema:{", "grammar json_schema cannot be read"),
         ("json_schema:[]", "grammar json_schema cannot be read"),
         ('json_schema:{"type": "blub"}', "grammar json_schema cannot be read"),
+        ('json_schema:{"$ref": "/$defs/a"}', r"expected every \$ref within the schema, .*, got '/\$defs/a'"),
+        ('json_schema:{"$ref": "http://a.example/b"}', r"expected every \$ref within the .*, got 'http://a.example/b'"),
     ],
 )
 def test_grammars_that_are_none(engine, grammar, message):

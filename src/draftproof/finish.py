@@ -179,7 +179,8 @@ class Cutter:
                 break
             self._push(token)
         safe = len(self.text) - (0 if self.finish else self._open())
-        fresh, self._sent = self.text[self._sent : safe], safe
+        fresh = self.text[self._sent : safe]
+        self._sent = safe
         made = self.reasoning[thought:], self.reasoning_tokens - tokens
         return Cut(self.count - before, fresh, self.finish, self.stop_reason, *made)
 
@@ -282,7 +283,8 @@ class Cutter:
         """Number of characters at the end that could be the beginning of a stop string."""
         if self._formed or not self._stops:
             return 0
-        new, self._measured = len(self.text) - self._measured, len(self.text)
+        new = len(self.text) - self._measured
+        self._measured = len(self.text)
         sizes = zip(self._stops, self._overlaps, strict=True)
         self._overlaps = [overlap(self.text, stop, size + new) for stop, size in sizes]
         return max(self._overlaps)

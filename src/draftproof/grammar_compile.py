@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 _Made = TypeVar("_Made")
@@ -29,6 +29,9 @@ MOST_MEMORY = 128 << 20  # bytes that compiling may take beside the stack
 _STACK = 512 << 20  # bytes of address space: a chain of references as long as a grammar can be takes most of it
 _STEPS = 8  # masks that are computed to see what they cost
 _COMPACT: Any = {"whitespace_flexible": False}
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # of a schema: schemas by name
+_DATA = ("const", "enum", "default", "examples", "x-guidance")  # of a schema: values that are no schemas
+_ELSEWHERE = re.compile(r"Resource '(?:json-schema://)?([^']*)' is not present in a registry")
 _starting = threading.Lock()
 
 
@@ -47,8 +50,46 @@ def compiled(tokenizer: Any, kind: str, text: str) -> Any:
         source = LLMatcher.grammar_from_json_schema(_schema(text), defaults=_COMPACT)
     made = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))
     if made.is_error():
-        raise ValueError(shortened(made.get_error()))
+        problem = made.get_error()
+        if kind == "json_schema" and (found := _ELSEWHERE.search(problem)):
+            raise ValueError(f"expected every $ref within the schema, such as '#/$defs/NAME', got {found[1][:80]!r}")
+        raise ValueError(shortened(problem))
     return made
+
+
+def use_local_references(schema: dict[str, Any]) -> None:
+    """Change references like `/$defs/NAME`, as LiteLLM makes them of pydantic models, to `#/$defs/NAME`, in place.
+
+    Unchanged: a name that the schema does not define, and a schema with `$id`, relative to which they mean another one.
+    """
+    parts = list(_schemas_in(schema))
+    if any(isinstance(each.get("$id"), str) for each in parts):
+        return
+    for each in parts:
+        reference = each.get("$ref")
+        if not isinstance(reference, str) or not reference.startswith(("/$defs/", "/definitions/")):
+            continue
+        where: Any = schema
+        for step in reference.removeprefix("/").split("/"):
+            where = where.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(where, dict) else None
+        if where is not None:
+            each["$ref"] = f"#{reference}"
+
+
+def _schemas_in(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A schema and those within it, without recursion, since it may be as deep as JSON can be read."""
+    waiting: list[Any] = [schema]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, list):
+            waiting += each
+        elif isinstance(each, dict):
+            yield each
+            for key, value in each.items():
+                if key in _NAMED and isinstance(value, dict):
+                    waiting += value.values()
+                elif key not in _DATA:
+                    waiting.append(value)
 
 
 def begin(matcher: Any) -> None:
@@ -70,6 +111,7 @@ def _schema(text: str) -> Any:
     if not isinstance(found, dict):
         kind = type(found).__name__
         raise ValueError(f"expected a schema that is an object, got {kind}")  # noqa: TRY004 - reported as a bad value
+    use_local_references(found)
     return found
 
 

@@ -692,7 +692,8 @@ class LogitsCheck:
         """
         if not self._peaks:
             return
-        added, self._peaks = self._peaks, []
+        added = self._peaks
+        self._peaks = []
         values = iter(torch.cat([peaks for _, _, peaks in added]).tolist())
         for request_id, what, peaks in added:
             with blamed_on(request_id):

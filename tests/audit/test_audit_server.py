@@ -4,6 +4,8 @@ import asyncio
 import json
 import math
 import re
+import subprocess
+import sys
 
 import httpx
 import pytest
@@ -590,3 +592,18 @@ def test_every_check_has_parameters_of_ours():
     assert {check.name for check in checks_for((1, 2, 3)).values()} == set(NAMES)
     assert all(math.isfinite(check.params(32).temperature) for check in checks_for((1, 2, 3)).values())
     assert Reply.of(Reply("a", None, None, (1,), 1).to_dict()).tokens == (1,)
+
+
+def test_only_audits_of_servers_need_httpx():
+    """Which is of the extra audit, and which nothing else brings along."""
+    script = """
+import sys
+sys.modules["httpx"] = None
+from typer.testing import CliRunner
+from draftproof.cli import app
+assert CliRunner().invoke(app, ["audit", "rules", "--help"]).exit_code == 0
+found = CliRunner().invoke(app, ["audit", "server", "http://127.0.0.1:9", "--target", "embedded:target"])
+print(found.output)
+"""
+    made = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "needs httpx: pip install 'draftproof[audit]'" in made.stdout, made.stdout + made.stderr

@@ -459,7 +459,7 @@ def test_a_folder_that_is_not_this_batchs_is_refused(tmp_path):
     assert json.loads(command(*asked).stdout)["answered"] == 0
     assert command(*asked, "--max-batch", 2, "--rows-per-file", 1).exit_code == 0
     for more, name in (
-        (["--max-tokens", 5], "sampling_max_tokens 4, and now it is 5"),
+        (["--max-tokens", 5], "begun with max_tokens 4, and now it is 5"),
         (["--seed", 2], "sampling_seed 1, and now it is 2"),
         (["--temperature", 0.5], "sampling_temperature null, and now it is 0.5"),
         (["--stopper", "fixed:2"], "stopper"),
@@ -496,7 +496,7 @@ def test_settings_are_compared_again_once_the_folder_is_locked(engine, tmp_path)
     answer_all(source, folder_of(source, out, options), Answerer(engine, options), run={})
     before = (out / "_manifest.json").read_text()
     with (
-        pytest.raises(UserError, match=r"was begun with sampling_temperature 0\.0, and now it is 1\.0"),
+        pytest.raises(UserError, match=r"was begun with temperature 0\.0, and now it is 1\.0"),
         waits.open({}),
     ):
         pass

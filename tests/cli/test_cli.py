@@ -542,6 +542,19 @@ def test_offline_forbids_the_download_of_a_registered_model(place, tmp_path, mon
     assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("smollm2-135", "did you mean smollm2-135m?"),
+        ("nosuch/model", "expected a name of `draftproof models list`, a hub id, or a path"),
+    ],
+)
+def test_a_model_that_is_nowhere_here_is_an_error_of_ours(name, hint):
+    made = run("generate", STORY, "--target", name, "--offline", code=1)
+    assert f"cannot load a tokenizer from '{name}': no such model is on this machine" in made.stderr
+    assert made.stderr.rstrip().endswith(hint)
+
+
 def test_no_command_module_imports_transformers():
     """So variables that a command sets are read when the libraries are imported, and help comes at once."""
     code = f"""

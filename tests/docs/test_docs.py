@@ -50,6 +50,7 @@ OTHERS = {
     "--serve",
     "--shape",
     "--dry-run",
+    "--minutes",
     "--resolution",
     "--cpus",
     "--cpunodebind",

@@ -6,10 +6,14 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import draftproof
 from support.each import for_each
@@ -262,3 +266,52 @@ def test_import_is_light():
 @for_each(draftproof.__all__)
 def test_public_names_are_there(name):
     assert getattr(draftproof, name) is not None
+
+
+# --- what is installed ----------------------------------------------------------------------------------------------
+
+NOT_DECLARED = {"lm_eval", "tqdm", "ray", "vllm", "xllamacpp"}  # of extras that are no part of dev, or of other engines
+EXTRAS = ("adapters", "audit", "batch", "bench", "gguf", "offload", "serve", "triton")
+
+
+def required(name, extras=()):
+    """Names of the distributions that one brings along, as their metadata say, itself included."""
+    found, waiting = set(), [(canonicalize_name(name), frozenset(extras))]
+    while waiting:
+        each = waiting.pop()
+        if each in found:
+            continue
+        found.add(each)
+        try:
+            lines = metadata.requires(each[0]) or []
+        except metadata.PackageNotFoundError:  # of another system, or not installed here
+            continue
+        asked = (*each[1], "")
+        waiting.extend(
+            (canonicalize_name(line.name), frozenset(line.extras))
+            for line in map(Requirement, lines)
+            if line.marker is None or any(line.marker.evaluate({"extra": extra}) for extra in asked)
+        )
+    return {each for each, _ in found}
+
+
+def declared(name):
+    """Names of the distributions that pyproject.toml declares for users, with what these bring along."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
+    wanted = [each for each in map(Requirement, lines) if canonicalize_name(each.name) not in ("draftproof", name)]
+    return set().union(*(required(each.name, each.extras) for each in wanted))
+
+
+def undeclared(distributions):
+    """Modules of others that the package imports and no distribution among these has."""
+    used = {name for path in MODULES.values() for name in any_imports(path.read_text(encoding="utf-8"))}
+    others = {name.partition(".")[0] for name in used} - sys.stdlib_module_names - {"draftproof"} - NOT_DECLARED
+    holders = metadata.packages_distributions()
+    return {each for each in others if not {canonicalize_name(name) for name in holders.get(each, ())} & distributions}
+
+
+def test_what_is_imported_is_declared():
+    """As httpx was not, after the hub's library had ceased to bring it along."""
+    assert not undeclared(declared(None))
+    assert undeclared(declared("httpx")) == {"httpx"}, "else nothing would be noticed"

@@ -81,6 +81,7 @@ def calls(monkeypatch):
     """The system calls that would be made, on a machine whose memory of former modes is lost afterwards."""
     made = []
     monkeypatch.setattr(numa, "_spread", [])
+    monkeypatch.setattr(numa, "_isolated", [])
     monkeypatch.setattr(numa, "_refused", set())
     monkeypatch.setattr(numa, "_kept", [])
     monkeypatch.setattr(numa, "_libraries", [])
@@ -264,6 +265,25 @@ def test_isolation_ends_distribution(calls, monkeypatch, tmp_path):
     assert not calls
 
 
+def test_distribution_after_isolation_is_an_error(calls, monkeypatch, tmp_path):
+    """The process may use one node alone then, so that distribution would have no effect."""
+    found = two(monkeypatch, tmp_path)
+    numa.use_processors(None, "isolate")
+    (kept,) = numa._isolated
+    monkeypatch.setattr(numa, "nodes", lambda: [kept])
+    calls.clear()
+    expected = f"numa: expected isolate or off, .* on node {kept.number}, got 'distribute' .*start another process"
+    with pytest.raises(UserError, match=expected):
+        numa.use_processors(3, "distribute")
+    assert torch.get_num_threads() != 3, "refused before anything is changed"
+    numa.use_processors(None, "isolate")
+    numa.use_processors(None, "off")
+    assert not calls
+    monkeypatch.setattr(numa, "nodes", lambda: found)  # somebody let the process run everywhere again
+    numa.use_processors(None, "distribute")
+    assert calls
+
+
 @pytest.mark.parametrize("mode", numa.MODES)
 def test_one_node_is_left_alone_without_a_word(mode, calls, monkeypatch, tmp_path, caplog):
     two(monkeypatch, tmp_path, ["0-7"])
@@ -359,6 +379,7 @@ def test_every_mode_writes_the_same_text(drafter, monkeypatch):
     monkeypatch.setattr(numa, "nodes", lambda: [numa.Node(0, each, len(each)) for each in halves])
     monkeypatch.setattr(numa, "_LEAST", 1 << 14)
     monkeypatch.setattr(numa, "_spread", [])
+    monkeypatch.setattr(numa, "_isolated", [])
     policies, real, before = [], numa._call, torch.get_num_threads()
     monkeypatch.setattr(numa, "_call", lambda name, *given: policies.append((name, given[2:3])) or real(name, *given))
     texts = {}

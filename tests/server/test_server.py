@@ -213,6 +213,26 @@ def test_an_answer_is_parsed_by_the_official_client(client, seed):
     assert made.choices[0].finish_reason == "stop"
 
 
+class Pets(pydantic.BaseModel):
+    """A form with definitions."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    first: Pet
+    second: Pet
+
+
+@pytest.mark.parametrize("references", ["#/$defs/{model}", "/$defs/{model}"])
+def test_definitions_are_referred_to_with_and_without_a_sign(client, references):
+    """LiteLLM leaves the sign out where it makes a schema of a pydantic class."""
+    schema = Pets.model_json_schema(ref_template=references)
+    assert references.format(model="Pet") in json.dumps(schema)
+    form = {"type": "json_schema", "json_schema": {"name": "pets", "schema": schema}}
+    made = client.chat.completions.create(
+        model="story", messages=MESSAGES, response_format=form, max_tokens=120, seed=1
+    )
+    Pets.model_validate_json(made.choices[0].message.content)
+
+
 def test_forms_of_a_completion(base):
     def made(**fields):
         return post(base, **{"max_tokens": 80, "seed": 1, **fields}).json()["choices"][0]["text"]
@@ -455,6 +475,28 @@ def test_unknown_paths_and_methods_have_the_same_form_of_error(base):
         assert answer.status_code == status
         assert error_of(answer)["message"].startswith(f"{method} '{path}' is not served: /openapi.json lists ")
     assert answer.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(("path", "hint"), [("/chat/completions", True), ("/models", True), ("/v1/chat", False)])
+def test_a_base_url_without_v1_is_noticed(base, path, hint):
+    """As a client asks that appends its paths to an address without /v1."""
+    answer = httpx.post(base + path, json={})
+    assert answer.status_code == 404
+    assert ("end the client's base URL with /v1" in error_of(answer)["message"]) is hint
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("max_token", "did you mean max_tokens?"),
+        ("qqqq", "/openapi.json lists the fields that are"),
+        ("instructions", "/openapi.json lists the fields that are"),  # of another API
+    ],
+)
+def test_a_field_that_is_misspelt(base, field, said):
+    answer = error_of(post(base, **{field: 1}))
+    assert answer["param"] == field
+    assert answer["message"] == f"{field} is not supported: {said}"
 
 
 @pytest.mark.parametrize(("path", "status"), [("/health", 200), ("/v1/models", 200), ("/v1/completions", 405)])

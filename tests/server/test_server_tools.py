@@ -100,6 +100,24 @@ def test_a_map_as_generators_of_schemas_write_it(client):
 
 
 @pytest.mark.slow
+def test_definitions_are_referred_to_without_a_sign(client):
+    """As LiteLLM writes references, in the arguments of a tool and in a form beside tools."""
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"$ref": "/$defs/A"}},
+        "required": ["a"],
+        "additionalProperties": False,
+        "$defs": {"A": {"enum": [41, 42]}},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": parameters}}
+    fields = {"model": "story", "messages": ASK, "max_tokens": 100, "seed": 1, "tools": tools}
+    called = client.chat.completions.create(**fields, tool_choice="required").choices[0].message.tool_calls
+    either = client.chat.completions.create(**fields, response_format=form).choices[0].message
+    for text in [*(each.function.arguments for each in [*called, *(either.tool_calls or ())]), either.content or ""]:
+        assert not text or json.loads(text)["a"] in (41, 42)
+
+
 def test_calls_one_at_a_time(client):
     seeds = range(12)
     several = [len(read_whole(ask(client, tool_choice="required", seed=seed, max_tokens=200))[1]) for seed in seeds]

@@ -84,8 +84,9 @@ class AnswerFolder:
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):
                 was, here = (json.dumps(each.get(name)) for each in (before, now))
+                option = name.removeprefix("sampling_")
                 raise UserError(
-                    f"{self.path} was begun with {name} {was}, and now it is {here}: go on with the same input and "
+                    f"{self.path} was begun with {option} {was}, and now it is {here}: go on with the same input and "
                     "options, or name another folder"
                 )
         assert isinstance(found, dict), "it has settings"

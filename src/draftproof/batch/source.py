@@ -124,7 +124,8 @@ class _Unchanged:
         now = found.st_size, found.st_mtime_ns
         if now == self._seen and not whole:
             return
-        self._seen, digest, place = now, sha256(), 0
+        self._seen = now
+        digest, place = sha256(), 0
         if sys.platform == "win32":  # where nobody exchanges a file that is open
             with self._path.open("rb") as again:
                 while block := again.read(_BLOCK):

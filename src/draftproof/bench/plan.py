@@ -36,8 +36,8 @@ class BenchOptions:
         top_k: keep the k most likely tokens; 0 is off.
         top_p: keep the fewest tokens whose mass reaches this.
         seed: seed of the random draws; tables add up all seeds.
-        competitor: transformers, transformers-assisted or transformers-lookup, the last two also at their fastest
-            setting.
+        competitor: another method: transformers, transformers-assisted or transformers-lookup, the last two also at
+            their fastest setting.
         dataset: names that `read_questions` takes.
         questions: how many of each data set; without it 8.
         max_tokens: most tokens of an answer.

@@ -29,7 +29,11 @@ from draftproof.verifiers.base import Verifier
 
 
 class Engine(DecodingLoop):
-    """Generates from a target model, speculatively if it has a drafter; takes the arguments of `DecodingLoop`."""
+    """Generates text from a target model, by speculative decoding if it has a drafter.
+
+    Make one by `Engine.load` from names of models, or by `Engine.assemble` from loaded models. The constructor takes
+    the arguments of `DecodingLoop`.
+    """
 
     _cost_file: CostFile | None = None
     _draft: DraftBackend | None = None

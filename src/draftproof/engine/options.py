@@ -52,7 +52,7 @@ class EngineOptions:
             decides for all together.
         dtype: number format of both models: auto, float32, bfloat16 or float16.
         draft_dtype: another number format for the draft; int8 or int4 quantizes the draft model or head. On a CPU the
-            head of a target of few bits has 8 by default.
+            head of a target of few bits has 8 bits by default.
         device: device of both models: cpu, cuda, cuda:1; without it an accelerator if there is one. "auto", or in
             Python a mapping from part names to a device or "disk", spreads the target (needs accelerate).
         backend: implementation of the forward pass: a name of BACKENDS. "auto" uses "lean" if it supports the model,
@@ -61,14 +61,15 @@ class EngineOptions:
         adapter: a PEFT adapter (LoRA) for the target: directory or hub id. It is merged into the weights if that gives
             the same logits, else computed beside them.
         attn_implementation: attention of backend hf: eager or sdpa; without it transformers' choice.
-        quantization_config: quantizes the target by transformers: one of its configs as JSON or as a .json file; in
-            Python also as an object.
+        quantization_config: a config of transformers that quantizes the target while it is loaded, as JSON or as a
+            .json file; in Python also as an object.
         activations: how to multiply weights that a .gguf file stores in few bits: int8 rounds their inputs to 8 bits
-            in groups of 32; float, a reference, does not, and needs the memory of the full weights.
-        weights: int8 or int4 rounds the target's weights at load. This is another model, read in half or a quarter of
-            the time; outputs are exact for the rounded model. auto keeps the weights.
-        kv_dtype: int8 stores the target's keys and values in 8 bits (CPU with backend lean only). This is another
-            model, whose sessions need about half the memory; outputs are exact for it. auto is the model's dtype.
+            in groups of 32; float does not round, as a reference, and needs the memory of the full weights.
+        weights: how to round the target's weights at load: int8, int4, or auto for not at all. A rounded model is
+            another model, read in half or a quarter of the time; outputs are exact for it.
+        kv_dtype: number format of the target's keys and values: int8 (CPU with backend lean only), or auto for the
+            model's dtype. With int8 it is another model, which needs about half the memory for a session; outputs are
+            exact for it.
         max_model_len: longest sequence, prompt and text together; without it the target's own context.
         max_batch: sequences decoded together.
         kv_memory: memory for keys, values and states of both models, in bytes or as text such as 2GiB. Requests wait

@@ -56,6 +56,7 @@ class _Kept(ctypes.Structure):
 
 
 _spread: list[Node] = []  # over which weights are distributed; none otherwise
+_isolated: list[Node] = []  # the node that an engine with `isolate` keeps this process on; none otherwise
 _libraries: list[ctypes.CDLL] = []
 _kept: list[tuple[_Kept, Any]] = []  # what C has the address of; a thread may still read an earlier one
 _refused: set[str] = set()  # system calls
@@ -117,10 +118,13 @@ def use_processors(threads: int | None, mode: str) -> None:
     A mode has no effect where the process may use only one node. What the system refuses is left out, and said once.
 
     Raises:
-        UserError: a mode or a number of threads that cannot be had.
+        UserError: a mode or a number of threads that cannot be had, or `distribute` after `isolate`.
     """
     require_numa(mode)
     found = [] if mode == "off" else nodes()
+    if mode == "distribute" and _isolated and len(found) == 1:  # weights of the earlier engine lie there, too
+        expected = f"isolate or off, as an earlier engine keeps this process on node {_isolated[0].number}"
+        raise UserError(f"numa: expected {expected}, got {mode!r} (to use all nodes, start another process)")
     if mode == "isolate" and len(found) > 1:
         _isolate(found, threads)
     if threads is not None:
@@ -154,6 +158,7 @@ def _isolate(found: list[Node], threads: int | None) -> None:
         _keep([])
     if not _attempt("sched_setaffinity", lambda: _keep_process(node.processors)):
         return
+    _isolated[:] = [node]
     limit_threads()
     if threads is None and not os.environ.get(NUMBER) and torch.get_num_threads() > node.cores:
         torch.set_num_threads(node.cores)

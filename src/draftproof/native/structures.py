@@ -42,7 +42,8 @@ class PassMask:
         visible: Sequence[Sequence[int]],
         mask: Float[Tensor, "*tokens horizon"] | None,
     ) -> None:
-        self.rows, widths = len(visible), [len(row) for row in visible]
+        self.rows = len(visible)
+        widths = [len(row) for row in visible]
         flat = list(itertools.chain.from_iterable(visible))
         if len(places) != self.rows:
             raise ValueError(f"{len(places)} places for {self.rows} rows")

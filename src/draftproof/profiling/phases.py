@@ -109,7 +109,9 @@ class Phases:
             with self._allocations:
                 yield
         finally:
-            engine.drafter, engine.target, engine.verifier = parts
+            engine.drafter = parts[0]
+            engine.target = parts[1]
+            engine.verifier = parts[2]
 
     def end_round(self) -> None:
         """End a round."""

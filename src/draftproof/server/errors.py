@@ -98,6 +98,8 @@ def unserved(error: HTTPException, scope: Mapping[str, Any]) -> ApiError:
     """The ApiError for a path or a method that no route has."""
     what = f"{scope['method']} {quoted(scope['path'])}"
     message = f"{what} is not served: /openapi.json lists the paths and methods that are"
+    if scope["path"] in ("/chat/completions", "/completions", "/responses", "/models"):
+        message += " (do: end the client's base URL with /v1)"
     return ApiError(message, status=error.status_code, headers=error.headers)
 
 

@@ -84,7 +84,8 @@ class Unblocked(logging.Handler):
             while self._lines:
                 self._writing = True  # before the line is taken, so that `flush` sees one or the other
                 line = self._lines.popleft()
-                dropped, self._dropped = self._dropped, 0
+                dropped = self._dropped
+                self._dropped = 0
                 if dropped:  # they came after the lines that waited then, and the next one has room again
                     line = f"{line}\n{self._said(dropped)}"
                 with suppress(OSError, ValueError):  # nobody is there to read it

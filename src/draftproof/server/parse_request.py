@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import json
 import math
@@ -340,7 +341,9 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         field = first["loc"][-1]
         param = str(field)[:100]
         above = names[:-1] if field in fields else names  # a field of another kind of bodies
-        message = f"{'.'.join([*above, param])} is not supported: /openapi.json lists the fields that are"
+        near = [] if field in fields else difflib.get_close_matches(param, fields, 1)
+        hint = f"did you mean {near[0]}?" if near else "/openapi.json lists the fields that are"
+        message = f"{'.'.join([*above, param])} is not supported: {hint}"
     elif first["type"] == "union_tag_invalid":  # pydantic's own message repeats what was sent
         message = f"{param}: expected {first['ctx']['discriminator']} to be one of {first['ctx']['expected_tags']}"
     elif len(first["loc"]) == 1:

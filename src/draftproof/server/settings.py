@@ -43,8 +43,8 @@ class Settings:
         chat_template: a file with a chat template that replaces the model's.
         tool_format: format of the model's tool calls (the guide lists the names); auto finds it by rendering a call
             with the template.
-        reasoning: auto separates the model's reasoning from its answer, by the markers of its chat template; none
-            leaves it in the text.
+        reasoning: what to do with the model's reasoning: auto separates it from the answer, by the markers of the chat
+            template; none leaves it in the text.
         reasoning_budget: the most tokens of an answer's reasoning, for requests that name no number.
         unknown_fields: refuse or ignore unknown fields of a request. Endpoints that are not OpenAI's ignore them.
         json_logs: log JSON objects on stderr, one per line, instead of text.

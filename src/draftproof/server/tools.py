@@ -11,6 +11,7 @@ import json
 import re
 import uuid
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from typing import Any, no_type_check
 
@@ -18,6 +19,7 @@ from typing_extensions import override
 
 from draftproof.errors import UserError
 from draftproof.finish import overlap
+from draftproof.grammar_compile import use_local_references
 from draftproof.sampling import SamplingParams
 from draftproof.server.dialects.detection import format_of
 from draftproof.server.dialects.families import Dialect
@@ -45,6 +47,7 @@ class ToolSet:
         """The grammar of the answer as llguidance reads it; `form` is a JSON schema for an answer that is no call."""
         grammar = Grammar(self.specials)
         try:
+            form = None if form is None else _with_own_references(form)
             calls = self.format.terms(grammar, self.functions, several=self.several)
             start = self._start(grammar, calls, form)
         except UserError as error:
@@ -138,12 +141,19 @@ def _refuse_unneeded(body: ChatBody) -> None:
         raise ApiError(f"{name} needs tools", param=name)
 
 
+def _with_own_references(schema: dict[str, Any]) -> dict[str, Any]:
+    """A copy whose references are `#/$defs/NAME`, however the client wrote them."""
+    made = deepcopy(schema)
+    use_local_references(made)
+    return made
+
+
 def _checked(tools: Sequence[Tool]) -> list[Function]:
     """The functions of tools, with schemas as grammars take them."""
     try:
+        schemas = [_with_own_references(without_idle_names(each.function.parameters)) for each in tools]
         functions = [
-            each.function.model_copy(update={"parameters": without_idle_names(each.function.parameters)})
-            for each in tools
+            each.function.model_copy(update={"parameters": schema}) for each, schema in zip(tools, schemas, strict=True)
         ]
     except RecursionError:
         raise ApiError(_DEEP, param="tools") from None
@@ -228,7 +238,8 @@ class ToolReader:
             self._calls = not self._plain and self._rest.startswith(self.tools.format.first)
             if self._calls:
                 return ""
-            said, self._rest = self._rest, ""
+            said = self._rest
+            self._rest = ""
             self._plain = self._plain or bool(said)
             return said
         plain = self.tools.format.plain
@@ -243,8 +254,8 @@ class ToolReader:
             self._rest = rest
             return said
         held = 0 if last else overlap(said, marker)
-        said, self._rest = said[: len(said) - held], said[len(said) - held :]
-        return said
+        self._rest = said[len(said) - held :]
+        return said[: len(said) - held]
 
     def _head(self) -> bool:
         """The beginning of a call; whether it is complete."""

@@ -86,7 +86,8 @@ class Job:
             self._wake.clear()
             if self._error is not None:
                 raise self._error
-            taken, self._pieces = self._pieces, []
+            taken = self._pieces
+            self._pieces = []
             left -= sum(piece.finish_reason is not None for piece in taken)
             if taken:
                 yield taken

@@ -119,7 +119,8 @@ class Auto(StopperBase):
 
     def begin(self, rows: Sequence[int], most: int = 1) -> None:
         """Set the size of the batch and the largest number of drafts; choose for all rows if costs are shared."""
-        plan, self._preset = self._preset, None
+        plan = self._preset
+        self._preset = None
         if plan is None and self.costs.shared and rows:
             plan = self.make_plan(rows, most, len(rows))
         self.plan = plan

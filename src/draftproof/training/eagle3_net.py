@@ -45,9 +45,10 @@ class Eagle3Module(HeadModule):
         width, inner = config.hidden_size, config.inner_size
         keys = config.key_heads * self.head_dim
         self.fc = nn.Linear(len(layers) * width, width, bias=False)
-        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm, self.norm = (
-            nn.Parameter(torch.ones(width)) for _ in range(4)
-        )
+        self.input_layernorm = nn.Parameter(torch.ones(width))
+        self.hidden_norm = nn.Parameter(torch.ones(width))
+        self.post_attention_layernorm = nn.Parameter(torch.ones(width))
+        self.norm = nn.Parameter(torch.ones(width))
         self.q_proj = nn.Linear(2 * width, width, bias=False)
         self.k_proj = nn.Linear(2 * width, keys, bias=False)
         self.v_proj = nn.Linear(2 * width, keys, bias=False)

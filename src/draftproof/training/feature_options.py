@@ -39,9 +39,9 @@ class FeatureJob:
             peagle on masked places, and it is the number of tokens that the head drafts then.
         tv: weight of the total variation, in addition to the cross-entropy.
         states: weight of the smooth L1 distance to the target's states.
-        format: draftproof, read by drafter feature_head; eagle3, the layout of `speculators` with the states of a
-            low, a middle and a high layer, read by drafter eagle3 and by other engines; or peagle, the same with masked
-            places, which drafts all tokens in one pass.
+        format: the format of the head: draftproof, read by drafter feature_head; eagle3, the layout of `speculators`
+            with the states of a low, a middle and a high layer, read by drafter eagle3 and by other engines; or peagle,
+            the same with masked places, which drafts all tokens in one pass.
         trial_prompts: number of held-out prompts of each kind for runs of the engine.
         dtype: dtype of the target: auto, float32, bfloat16 or float16.
         device: device to use: cpu, cuda or cuda:1; by default an accelerator if there is one.

@@ -188,18 +188,50 @@ def test_other_layers_are_refused_in_words_and_plain_decoding_goes_on(what, writ
     assert [each.token_ids for each in made] == [each.token_ids for each in plain]
 
 
-def test_heads_in_such_files_are_refused(tmp_path):
-    """As DSpark heads are published: without the format the architecture is named, which no model has."""
-    writer = gguf.GGUFWriter(tmp_path / "head.gguf", "dspark")
+def file_of(path, architecture):
+    """A file of this architecture with one tensor, and no tokenizer."""
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_tensor("markov_head.markov_w1.weight", np.zeros((8, 32), np.float32))
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         write()
     writer.close()
-    head = str(tmp_path / "head.gguf")
-    with pytest.raises(UserError, match=r"head.gguf': .* architecture dspark is not supported"):
+    return str(path)
+
+
+HEADS = {
+    "dspark": "dspark",
+    "dflash": "dflash",
+    "dflash-draft": "dflash",
+    "dflash2": "dflash2",
+    "eagle3": "eagle3",
+    "gemma4-assistant": "assistant",
+    "gemma4_assistant": "assistant",
+}
+
+
+@pytest.mark.parametrize("architecture", HEADS)
+def test_heads_in_such_files_are_refused(architecture, tmp_path):
+    """As heads are published for llama.cpp: the file's architecture is named, and the option that takes a head."""
+    head, drafter = file_of(tmp_path / "head.gguf", architecture), HEADS[architecture]
+    expected = (
+        rf"expected a .gguf file of a model \(architecture llama, .*qwen35.*\), got '.*head.gguf', a draft head of "
+        rf"architecture '{architecture}': .* safetensors, as the draft, or as drafter {drafter}:HEAD\)"
+    )
+    with pytest.raises(UserError, match=expected):
         Engine.load("embedded:target", head, check=False)
-    with pytest.raises(UserError, match=r"head.gguf' is a file: expected the directory or the hub id of a head"):
-        Engine.load("embedded:target", drafter=f"dspark:{head}", check=False)
+    with pytest.raises(UserError, match=expected):
+        Engine.load(head, check=False)
+    if drafter != "assistant":  # these look at the target first
+        with pytest.raises(UserError, match=r"head.gguf' is a file: expected the directory or the hub id of a head"):
+            Engine.load("embedded:target", drafter=f"{drafter}:{head}", check=False)
+
+
+@pytest.mark.parametrize("architecture", ["bert", "llama"])
+def test_other_files_are_not_taken_for_heads(architecture, tmp_path):
+    with pytest.raises(UserError, match=r"cannot load a tokenizer from .*x\.gguf") as refused:
+        Engine.load(file_of(tmp_path / "x.gguf", architecture), check=False)
+    assert "draft head" not in str(refused.value)
+    assert ("(take the model's own directory or hub id)" in str(refused.value)) == (architecture == "bert")
 
 
 def test_it_is_not_counted_among_what_a_token_reads(written, tmp_path):

@@ -7,11 +7,13 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
-
-import httpx
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from draftproof.errors import UserError, printable
+
+if TYPE_CHECKING or find_spec("httpx"):  # of the extra audit; the other audits do not need it
+    import httpx
 
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 _LONGEST_WAIT = 60.0
@@ -61,6 +63,9 @@ class Client:
         retries: further tries after a failure that may pass.
         key: API key; without it that of `key_for`, from the variable `key_name`.
         transport: of httpx; tests give one that needs no network.
+
+    Raises:
+        UserError: no address, a key that no header may have, or httpx is not installed.
     """
 
     def __init__(
@@ -74,6 +79,8 @@ class Client:
         key_name: str = KEY_NAME,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        if find_spec("httpx") is None:
+            raise UserError("an audit of a server needs httpx: pip install 'draftproof[audit]'")
         if not url.startswith(("http://", "https://")):
             raise UserError(f"URL of the server: expected an address like http://127.0.0.1:8000, got {url!r}")
         self.url = url.rstrip("/").removesuffix("/v1")

@@ -37,7 +37,9 @@ class LeanNet(LayeredNet):
         self.ids = None if config.ids == target.vocab_size else net.ids
         output = PackedLinear(target.output_rows(net.ids) if net.output is None else net.output.weight.detach())
         self.logits = output
-        self._states, self._embedded, self._last = (Norm(_norm(net.norms[place])) for place in (0, 1, 4))
+        self._states = Norm(_norm(net.norms[0]))
+        self._embedded = Norm(_norm(net.norms[1]))
+        self._last = Norm(_norm(net.norms[4]))
         self._fuse = PackedLinear(net.fuse.weight.detach())
         layer = Layer(_llama_layer(net), 0, _KIND)
         if bits is not None:
@@ -46,7 +48,8 @@ class LeanNet(LayeredNet):
                     f"the feature head of {config.target} cannot be quantized, because its products are not native "
                     f"here: use a float type, or unset DRAFTPROOF_NATIVE=0"
                 )
-            layer, self._fuse = layer.quantized(bits), self._fuse.quantized(bits)
+            layer = layer.quantized(bits)
+            self._fuse = self._fuse.quantized(bits)
             self.logits = output.quantized_output(bits)
         self._run_layers = in_order([layer])
         rope = Rope(partial(_angles, config), net.fuse.weight.detach())

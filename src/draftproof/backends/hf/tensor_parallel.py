@@ -158,7 +158,8 @@ class ProcessGroup:
     def passing(self, backend: TensorParallelBackend, layout: Layout) -> Iterator[None]:
         """Let the others compute a pass of this layout, while this process computes its part."""
         with self.lock, self._whole():
-            changes, self.changes = self.changes, []
+            changes = self.changes
+            self.changes = []
             self.send(ParallelPass(self.backends.index(backend), changes, [FeedRow.of(feed) for feed in layout.feeds]))
             yield
 

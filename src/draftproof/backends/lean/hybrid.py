@@ -27,7 +27,7 @@ from draftproof.backends.lean.layers import Lean, Norm, WholeNorm, norm_of_heads
 from draftproof.backends.lean.mixers import Mixer
 from draftproof.backends.lean.mixture import Mixture, StoredMixture
 from draftproof.backends.lean.mixture_modules import ParallelExperts, is_mixture, mixture_of
-from draftproof.backends.lean.native_layers import BESIDE, NativeLayers
+from draftproof.backends.lean.native_layers import NativeLayers
 from draftproof.backends.lean.rotary import Rope, Rotary
 from draftproof.backends.lean.traits import (
     LLAMA,
@@ -313,6 +313,10 @@ def _has(layer: Any, name: str) -> bool:
     return layer._modules.get(name) is not None  # noqa: SLF001 - has no public name
 
 
+def _norm_in(layer: Any, name: str | None, traits: Traits) -> Norm | None:
+    return None if name is None else Norm(getattr(layer, name), offset=traits.offset)
+
+
 def _refuse_strange(layers: Iterable[Any], family: FamilyNames) -> None:
     """Refuse layers and attention that do not say what they do as others do, or have numbers that are not known here.
 
@@ -445,9 +449,11 @@ class HybridLayer:
         self.traits = traits
         self.heads = heads
         self.leaving = factors["leaving"]
-        self.before, self.mixed, self.between, self.made = (
-            None if name is None else Norm(getattr(layer, name), offset=traits.offset) for name in family.norms
-        )
+        before, mixed, between, made = family.norms
+        self.before = _norm_in(layer, before, traits)
+        self.mixed = _norm_in(layer, mixed, traits)
+        self.between = _norm_in(layer, between, traits)
+        self.made = _norm_in(layer, made, traits)
         assert self.before is not None, "every family has it"
         self.size = len(self.before.weight)
         operations = native.operations_for(self.before.weight)
@@ -472,10 +478,9 @@ class HybridLayer:
         if not _is_mixture(gated):
             self._read_gated(gated, family, factors["gates"])
         beside = beside_of(layer)
-        self.experts_in, self.experts_out, self.gated_out = (
-            None if beside is None else Norm(getattr(layer, getattr(beside, name)), offset=traits.offset)
-            for name in BESIDE
-        )
+        self.experts_in = None if beside is None else _norm_in(layer, beside.experts_in, traits)
+        self.experts_out = None if beside is None else _norm_in(layer, beside.experts_out, traits)
+        self.gated_out = None if beside is None else _norm_in(layer, beside.gated_out, traits)
         self.embedded = EmbeddedPart.of(layer, family.embedded, traits)
 
     def _read_attention(self, attention: Any, family: FamilyNames, factors: _Factors) -> None:

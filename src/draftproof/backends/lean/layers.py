@@ -76,10 +76,8 @@ class Lean:
         self.tied = tied
         self.head = product_of(self.embed.weight, pack=pack) if tied else fuse(model, ["lm_head"], pack=pack)
         like = inner.norm.weight
-        self.rope, self.long_rope = (
-            Rope([Rotary(torch.tensor(each, device=like.device), scale) for each, scale in angles], like)
-            for angles in (traits.angles, traits.long_angles)
-        )
+        self.rope = _rope_of(traits.angles, like)
+        self.long_rope = _rope_of(traits.long_angles, like)
         self.windows = windows
         kinds = [next(iter(windows.kinds))] * len(inner.layers) if len(windows.kinds) == 1 else layer_kinds
         assert kinds is not None, "a model with several kinds of layer says which is which"
@@ -246,6 +244,10 @@ class Lean:
         return x
 
 
+def _rope_of(angles: Sequence[tuple[Sequence[float], float]], like: Tensor) -> Rope:
+    return Rope([Rotary(torch.tensor(each, device=like.device), scale) for each, scale in angles], like)
+
+
 class Embedding:
     """Rows of a table by token id; those of a table of few bits are read as they are stored."""
 
@@ -391,11 +393,11 @@ class Layer:
             traits.cap,
         )
         self.heads = heads
-        norms = [
-            None if name is None else Norm(getattr(layer, name), offset=traits.offset, pack=pack)
-            for name in traits.norms
-        ]
-        self.before, self.mixed, self.between, self.made = norms
+        before, mixed, between, made = traits.norms
+        self.before = _norm_in(layer, before, traits, pack=pack)
+        self.mixed = _norm_in(layer, mixed, traits, pack=pack)
+        self.between = _norm_in(layer, between, traits, pack=pack)
+        self.made = _norm_in(layer, made, traits, pack=pack)
         turned = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
         self.turned = norm_of_heads(turned, heads, traits, pack=pack)
         like = getattr(layer, next(filter(None, traits.norms))).weight
@@ -489,6 +491,10 @@ class Layer:
             return product.onto(given, x)
         made = product(given)
         return _scaled(made if norm is None else norm(made), self.traits.residual).add_(x)
+
+
+def _norm_in(layer: Any, name: str | None, traits: Traits, *, pack: bool) -> Norm | None:
+    return None if name is None else Norm(getattr(layer, name), offset=traits.offset, pack=pack)
 
 
 def norm_of_heads(norms: Sequence[Any], heads: Heads, traits: Traits, *, pack: bool = True) -> Norm | WholeNorm | None:

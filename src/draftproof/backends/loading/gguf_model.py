@@ -19,6 +19,7 @@ from torch import Tensor
 
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.windows import FULL, SLIDING
+from draftproof.backends.heads.published.files import CONFIG, DRAFTERS
 from draftproof.backends.lean.backend import LeanForward
 from draftproof.backends.lean.checkpoint import Architecture, TensorsByName
 from draftproof.backends.lean.traits import LLAMA, Traits, UnreadError
@@ -136,6 +137,20 @@ _FAMILIES = {
     ),
 }
 FAMILIES = tuple(_FAMILIES)
+
+
+def refuse_head(file: GGUFFile, name: str) -> None:
+    """Refuse a file that says by its architecture that it is a draft head, not a model."""
+    architecture = str(file.get("general.architecture"))
+    said = architecture.lower().replace("_", "-")
+    kinds = [each for each in DRAFTERS if said.startswith(each) or said.endswith(f"-{each}")]
+    if kinds:
+        kind = max(kinds, key=len)  # of dflash and dflash2 the one that is named
+        raise UserError(
+            f"expected a .gguf file of a model (architecture {', '.join((*FAMILIES, *ARCHITECTURES))}), got {name!r}, "
+            f"a draft head of architecture {architecture!r}: heads are not read from .gguf files (name the head's "
+            f"directory or hub id, with {CONFIG} and safetensors, as the draft, or as drafter {kind}:HEAD)"
+        )
 
 
 def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> SlotBackend | None:

@@ -14,7 +14,7 @@ from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.loading.adapters import tokenizer_of
 from draftproof.backends.loading.by_name import load_backend, take_part
 from draftproof.backends.loading.fast_tokenizer import FastTokenizer
-from draftproof.backends.loading.gguf_model import in_own_numbers
+from draftproof.backends.loading.gguf_model import in_own_numbers, refuse_head
 from draftproof.backends.loading.options import WEIGHTS, LoadOptions
 from draftproof.backends.loading.packed_checkpoint import read_packed
 from draftproof.backends.loading.stored_backends import rounded
@@ -116,7 +116,11 @@ class LoadedModel:
 
     @functools.cached_property
     def _gguf(self) -> GGUFFile | None:
-        return GGUFFile(self._where) if is_gguf(self._where) else None
+        if not is_gguf(self._where):
+            return None
+        file = GGUFFile(self._where)
+        refuse_head(file, self.name)
+        return file
 
     def _original_tokenizer(self) -> Any:
         return load_tokenizer(self._tokenizer_source, trust_remote_code=self._options.trust_remote_code)

@@ -6,10 +6,12 @@ their padded size are used as they are; between others, tokens are translated (`
 
 from __future__ import annotations
 
+import difflib
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from draftproof import models
 from draftproof.backends.loading.fast_tokenizer import LEFT_TO_TRANSFORMERS, Description, FastTokenizer
 from draftproof.backends.translation.token_map import TokenContents, TokenMap, map_tokens
 from draftproof.errors import UserError, reason
@@ -55,7 +57,18 @@ def _why_none(where: Path, cause: Exception) -> str:
         return "the directory has no config.json: expected one with config.json, a tokenizer and safetensors"
     if not where.exists() and "gguf" in where.name.lower():
         return f"{reason(cause)} (of .gguf files in a hub repository one is named by its kind: {where}:Q4_K_M)"
-    return reason(cause)
+    said = reason(cause)
+    if not where.exists() and ("couldn't connect" in said or "offline" in said.lower()):
+        near = difflib.get_close_matches(str(where), models.REGISTRY, 1)
+        hint = (
+            f"did you mean {near[0]}?" if near else "expected a name of `draftproof models list`, a hub id, or a path"
+        )
+        return (
+            "no such model is on this machine, and the hub cannot be reached or may not be asked (--offline, "
+            f"HF_HUB_OFFLINE): {hint}"
+        )
+    unknown = "GGUF model with architecture" in said
+    return f"{said} (take the model's own directory or hub id)" if unknown else said
 
 
 def read_tokenizer(file: GGUFFile) -> FastTokenizer | None:

@@ -136,10 +136,12 @@ class PackedLinear:
         if isinstance(self.weight, Interleaved):
             operations = native.operations_for(self.weight.blocks)
             assert operations is not None, "the layout is native"
-            made.weight, dtype = operations.quantize(self.weight, bits, group, inputs), operations.dtype
+            dtype = operations.dtype
+            made.weight = operations.quantize(self.weight, bits, group, inputs)
             made._multiply = operations.quantized_product  # noqa: SLF001 - of this class
         else:
-            weights, dtype = _on_device(), self.weight.dtype
+            weights = _on_device()
+            dtype = self.weight.dtype
             made.weight = weights.quantize(self.weight, bits, group, inputs)
             made._multiply = weights.product  # noqa: SLF001
         if (lost := made.weight.lost) is not None:

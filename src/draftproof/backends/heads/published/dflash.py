@@ -135,10 +135,10 @@ class DFlashNet:
         self._norm = make_norm(files, shape, "norm", target)
         self._passes = passes_of(shape, self._decoder, target)
         self.ids, self._order, self._head = output_of(files, shape, target)
-        entering, self._multiplier, self._cap = (
-            files.factor(name) if name in self.fields else None for name in (_ENTERING, _MULTIPLIER, _CAP)
-        )
-        self._entering = (entering or 1.0) / factor_of(self.embed)
+        factors = {name: files.factor(name) for name in _SCALES if name in self.fields}
+        self._entering = (factors.get(_ENTERING) or 1.0) / factor_of(self.embed)
+        self._multiplier = factors.get(_MULTIPLIER)
+        self._cap = factors.get(_CAP)
         files.ignore("verifier_lm_head.weight", "verifier_norm.weight")
 
     @classmethod

@@ -60,8 +60,9 @@ class HybridMtpNet(LayeredNet):
         self.width = layer.size
         self.embed = lean.embed
         self.logits = lean.for_drafts().logits
-        norms = (outer.enorm, outer.hnorm, outer.post_norm)
-        self._embedded, self._given, self._norm = (Norm(each, offset=lean.traits.offset) for each in norms)
+        self._embedded = Norm(outer.enorm, offset=lean.traits.offset)
+        self._given = Norm(outer.hnorm, offset=lean.traits.offset)
+        self._norm = Norm(outer.post_norm, offset=lean.traits.offset)
         self._project = whole_product(outer.eh_proj)
         self._layers = NativeLayers([layer])
         self._passes = Passes(lean.rope, layer.attention, {layer.kind: None})
