@@ -568,6 +568,13 @@ INLINE void NAME(take_values)(const NAME(attention) * a, const NAME(query_tile) 
 #include "matrix_attention.h"
 #else
 
+/* Values of some keys come to the second cache while these keys are multiplied; `mix` would wait for each line of them. */
+INLINE void NAME(fetch_values)(const NAME(attention) * a, const NAME(query_tile) * t, long key, long count) {
+  const long size = a->dim * (t->value_scales ? 1 : (long)sizeof(ELEM));
+  const char *at = (const char *)t->values + key * size;
+  for (long line = 0; line < count * size; line += 64) __builtin_prefetch(at + line, 0, 2);
+}
+
 /* A number of queries that is known to the compiler: sums of those that are not there would take as long. */
 #define BY_QUERIES(here, run) \
   switch (here) {             \
@@ -654,6 +661,7 @@ static void NAME(score_bytes)(const NAME(attention) * a, const NAME(query_tile) 
     const long left = t->most - key, from = left < 1 ? t->most - 1 : key, count = left < 1 ? 1 : left;
     units block[MOST_DIM / 4];
     exchange_bytes((const int8_t *)t->keys + from * a->dim, t->keys_end, a->dim, count, block);
+    NAME(fetch_values)(a, t, key, LANES);
     for (long q = 0; q < t->queries; q += TOGETHER_OF_TWO) {
       const long here = t->queries - q < TOGETHER_OF_TWO ? t->queries - q : TOGETHER_OF_TWO;
 #define RUN(number) \
@@ -682,6 +690,7 @@ static void NAME(score)(const NAME(attention) * a, const NAME(query_tile) * t, c
       const long count = left < 1 ? 1 : left < LANES ? left : LANES;
       NAME(transpose)(a, t, from, count, block[b]);
     }
+    NAME(fetch_values)(a, t, key, 2 * LANES);
     for (long q = 0; q < t->queries; q += TOGETHER) {
       const long here = t->queries - q < TOGETHER ? t->queries - q : TOGETHER;
 #define RUN(count)                                                                                                        \
