@@ -17,6 +17,9 @@ static __thread struct {
   unsigned char data[8][16][64];
 } tiles;
 
+long draftproof_tile_products; /* how many instructions have multiplied tiles: so a test knows that the unit was used */
+static inline void emulated_count(void) { __atomic_fetch_add(&draftproof_tile_products, 1, __ATOMIC_RELAXED); }
+
 static inline void emulated_tile_loadconfig(const void *shapes) {
   memset(&tiles, 0, sizeof tiles);
   memcpy(tiles.row_bytes, (const char *)shapes + 16, sizeof tiles.row_bytes);
@@ -42,6 +45,7 @@ static inline float emulated_wide(const unsigned char *at) {
   return made;
 }
 static inline void emulated_tile_dpbf16ps(int sums, int rows, int weights) {
+  emulated_count();
   for (int row = 0; row < tiles.rows[sums]; row++)
     for (int out = 0; out < tiles.row_bytes[sums] / 4; out++) {
       float parts[2] = {0}, sum;
@@ -57,6 +61,7 @@ static inline void emulated_tile_dpbf16ps(int sums, int rows, int weights) {
 }
 
 static inline void emulated_tile_dpbssd(int sums, int rows, int weights) {
+  emulated_count();
   for (int row = 0; row < tiles.rows[sums]; row++)
     for (int out = 0; out < tiles.row_bytes[sums] / 4; out++) {
       int32_t sum;

@@ -400,13 +400,13 @@ typedef struct {
 /* Rows of a tile by the rows that are left: where there is no tile of so many, of more. */
 #ifdef WITH_AVX512
 #define GGML_TILES(DO, form) DO(form, 1, 1) DO(form, 1, 4) DO(form, 2, 1) DO(form, 2, 2) DO(form, 4, 1) DO(form, 6, 1) DO(form, 8, 1)
-enum { GGML_ROWS = 8, GGML_BLOCKS_OF_ONE = 4, GGML_BLOCKS_OF_TWO = 2, GGML_CHAINS = 2 };
+enum { GGML_ROWS = 8, GGML_BLOCKS_OF_ONE = 4, GGML_BLOCKS_OF_TWO = 2, GGML_CHAINS = 2, GGML_ROWS_OF_KEPT_LEVELS = 9 };
 #elif defined(WITH_AVX2)
 #define GGML_TILES(DO, form) DO(form, 1, 1) DO(form, 1, 2) DO(form, 2, 1) DO(form, 3, 1) DO(form, 4, 1) DO(form, 5, 1)
-enum { GGML_ROWS = 5, GGML_BLOCKS_OF_ONE = 2, GGML_BLOCKS_OF_TWO = 1, GGML_CHAINS = 1 };
+enum { GGML_ROWS = 5, GGML_BLOCKS_OF_ONE = 2, GGML_BLOCKS_OF_TWO = 1, GGML_CHAINS = 1, GGML_ROWS_OF_KEPT_LEVELS = 4 };
 #else
 #define GGML_TILES(DO, form) DO(form, 1, 1) DO(form, 1, 2) DO(form, 2, 1) DO(form, 4, 1)
-enum { GGML_ROWS = 4, GGML_BLOCKS_OF_ONE = 2, GGML_BLOCKS_OF_TWO = 1, GGML_CHAINS = 1 };
+enum { GGML_ROWS = 4, GGML_BLOCKS_OF_ONE = 2, GGML_BLOCKS_OF_TWO = 1, GGML_CHAINS = 1, GGML_ROWS_OF_KEPT_LEVELS = 9 };
 #endif
 static int ggml_tile_rows(long left) {
 #if defined(WITH_AVX2) && !defined(WITH_AVX512)
@@ -529,16 +529,25 @@ INLINE void ggml_levels_tile(const ggml_inputs *x, const uint8_t *w, long ins, l
         for (int chain = 0; chain < GGML_CHAINS; chain++) part[m][b][chain] = zeros();
     for (long line = 0; line < f.group / 8; line++, inputs += 8) {
       units places[4];
+      floats made[8][4];
 #pragma GCC unroll 4
       for (int b = 0; b < blocks; b++) {
         places[b] = load_units(body + b * next + 64 * line);
         __builtin_prefetch(body + b * next + 64 * line + ahead);
       }
+      if (rows >= GGML_ROWS_OF_KEPT_LEVELS) {
+#pragma GCC unroll 8
+        for (int k = 0; k < 8; k++)
+#pragma GCC unroll 4
+          for (int b = 0; b < blocks; b++) made[k][b] = level_of(table, places[b], 8 * (k % 4) + 4 * (k / 4));
+        KEPT(made);
+      }
 #pragma GCC unroll 8
       for (int k = 0; k < 8; k++) {
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; b++) {
-          const floats level = level_of(table, places[b], 8 * (k % 4) + 4 * (k / 4));
+          const floats level = rows >= GGML_ROWS_OF_KEPT_LEVELS ? made[k][b]
+                                                                : level_of(table, places[b], 8 * (k % 4) + 4 * (k / 4));
 #pragma GCC unroll 8
           for (int m = 0; m < rows; m++)
             part[m][b][k % GGML_CHAINS] =

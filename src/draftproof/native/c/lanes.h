@@ -63,6 +63,9 @@
 #define READ_AGAIN __asm__ volatile("" ::: "memory")
 #endif
 
+/* What was written to an array is in memory, and is read from there: GCC would keep all of it in registers that sums need. */
+#define KEPT(array) __asm__ volatile("" : : "r"(array) : "memory")
+
 #define INLINE static inline __attribute__((always_inline))
 
 enum { LANES = 16 };
@@ -99,6 +102,8 @@ INLINE units closed_dots(units sum, units dots) {
 #endif
 }
 
+INLINE floats load_apart_float(const float *at) { return load_float(at); }
+INLINE floats in_order_float(floats v) { return v; }
 INLINE floats zeros(void) { return splat(0); }
 /* A float16 number, not infinite. */
 INLINE float half_value(uint16_t half) {

@@ -9,6 +9,7 @@ enum {
   QUANTIZED_BLOCKS = 4,   /* blocks of quantized weights beside one another, for one row */
   ONE_SUM = 0,            /* whether several rows have one sum for each output, for want of registers */
   TOGETHER = 6,           /* queries that attend at once */
+  TOGETHER_OF_TWO = 6,    /* the same with two vectors of sums, or WIDE, for each */
   ROWS_TOGETHER = 6,      /* rows that a plain weight multiplies at once */
   OUTS_OF_ONE = 8,        /* its outputs at once, for one row */
   INPUTS_TOGETHER = 8,    /* units of its inputs at once, where it is across */
@@ -80,6 +81,8 @@ INLINE __m256i narrowed(floats v) {
 }
 #endif
 INLINE floats load_bfloat16(const bfloat16 *at) { return widened(_mm256_loadu_si256((const __m256i *)at)); }
+INLINE floats load_apart_bfloat16(const bfloat16 *at) { return load_bfloat16(at); } /* as in lanes_parts.h */
+INLINE floats in_order_bfloat16(floats v) { return v; }
 INLINE floats load_first_bfloat16(const bfloat16 *at, long count) {
   return widened(_mm256_maskz_loadu_epi16(first_lanes(count), at));
 }

@@ -1,13 +1,13 @@
 /* Sixteen lanes as several smaller vectors (lanes.h). */
 
 #ifdef WITH_AVX2
-enum { PART = 8, TILE_ROWS = 5, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 1, QUANTIZED_ROWS = 5, QUANTIZED_BLOCKS = 2, ONE_SUM = 1, TOGETHER = 3, WIDE = 2, TAKEN = 1, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 4 };
+enum { PART = 8, TILE_ROWS = 5, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 1, QUANTIZED_ROWS = 5, QUANTIZED_BLOCKS = 2, ONE_SUM = 1, TOGETHER = 6, TOGETHER_OF_TWO = 3, WIDE = 2, TAKEN = 1, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 4 };
 #define PRODUCT_TILES(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(5, 1) DO(1, 2) DO(2, 2) DO(1, 4)
 #elif defined(WITH_NEON) /* 32 registers, of which a tile's sums take 24 at most */
-enum { PART = 4, TILE_ROWS = 6, TILE_ROWS_OF_TWO = 3, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 1, QUANTIZED_ROWS = 5, QUANTIZED_BLOCKS = 2, ONE_SUM = 1, TOGETHER = 3, WIDE = 2, TAKEN = 1, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 4 };
+enum { PART = 4, TILE_ROWS = 6, TILE_ROWS_OF_TWO = 3, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 1, QUANTIZED_ROWS = 5, QUANTIZED_BLOCKS = 2, ONE_SUM = 1, TOGETHER = 3, TOGETHER_OF_TWO = 3, WIDE = 2, TAKEN = 1, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 4 };
 #define PRODUCT_TILES(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(5, 1) DO(6, 1) DO(1, 2) DO(2, 2) DO(3, 2) DO(1, 4)
 #else
-enum { PART = 4, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 0, QUANTIZED_ROWS = 5, QUANTIZED_BLOCKS = 2, ONE_SUM = 1, TOGETHER = 2, WIDE = 2, TAKEN = 1, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 2 };
+enum { PART = 4, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 0, QUANTIZED_ROWS = 5, QUANTIZED_BLOCKS = 2, ONE_SUM = 1, TOGETHER = 2, TOGETHER_OF_TWO = 2, WIDE = 2, TAKEN = 1, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 2 };
 #define PRODUCT_TILES(DO) DO(1, 1) DO(2, 1) DO(3, 1) DO(4, 1) DO(1, 2) DO(2, 2) DO(1, 4)
 #endif
 #define QUANTIZED_TILES(DO, bits) DO(1, 1, bits) DO(2, 1, bits) DO(3, 1, bits) DO(4, 1, bits) DO(5, 1, bits) DO(1, 2, bits)
@@ -28,6 +28,7 @@ typedef struct {
   bits_part p[PARTS];
 } units;
 
+#define UPPER 0xffff0000u /* the higher one of two bfloat16 numbers */
 #define EACH_PART _Pragma("GCC unroll 4") for (int i = 0; i < PARTS; i++)
 
 INLINE float_part splat_part(float v) { /* not 0 + v, which is no -0, and so an addition */
@@ -44,8 +45,12 @@ INLINE int_part number_part(int i) { /* the lanes' numbers */
   return (int_part){0, 1, 2, 3} + PART * i;
 #endif
 }
-INLINE float_part choose(int_part which, float_part a, float_part b) {
+INLINE float_part choose(int_part which, float_part a, float_part b) { /* which: all bits of a lane, or none */
+#ifdef WITH_AVX2
+  return _mm256_blendv_ps(b, a, (float_part)which);
+#else
   return (float_part)(((int_part)a & which) | ((int_part)b & ~which));
+#endif
 }
 
 INLINE floats splat(float v) {
@@ -98,7 +103,11 @@ INLINE floats larger(floats a, floats b) { /* b where they cannot be compared, a
   return a;
 }
 INLINE floats smaller(floats a, floats b) { /* b where they cannot be compared, as in _mm512_min_ps */
+#ifdef WITH_AVX2
+  EACH_PART a.p[i] = _mm256_min_ps(a.p[i], b.p[i]);
+#else
   EACH_PART a.p[i] = choose(a.p[i] < b.p[i], a.p[i], b.p[i]);
+#endif
   return a;
 }
 INLINE floats where_below(floats a, floats b, floats then, floats otherwise) {
@@ -116,23 +125,16 @@ INLINE floats nearest(floats v) {
 }
 /* v 2^whole, |whole| below 2^22; in two steps, so that what float32 holds only as a subnormal number is rounded once. */
 INLINE floats times_power(floats v, floats whole) {
+  whole = smaller(larger(whole, splat(-252.0f)), splat(252.0f));
   EACH_PART {
-    float_part bounded = choose(whole.p[i] > splat_part(-252.0f), whole.p[i], splat_part(-252.0f));
-    bounded = choose(bounded < splat_part(252.0f), bounded, splat_part(252.0f));
-    const int_part exponent = (int_part)(bounded + splat_part(12582912.0f)) - MAGIC_BITS;
+    const int_part exponent = (int_part)(whole.p[i] + splat_part(12582912.0f)) - MAGIC_BITS;
     const int_part half = exponent >> 1;
     v.p[i] = v.p[i] * (float_part)((half + 127) << 23) * (float_part)((exponent - half + 127) << 23);
   }
   return v;
 }
 /* v bounded to where e^v can differ: below -110 it is 0 in float32, above 130 infinite. NaN stays NaN. */
-INLINE floats bounded_exponent(floats v) {
-  EACH_PART {
-    v.p[i] = choose(v.p[i] < splat_part(-110.0f), splat_part(-110.0f), v.p[i]);
-    v.p[i] = choose(v.p[i] > splat_part(130.0f), splat_part(130.0f), v.p[i]);
-  }
-  return v;
-}
+INLINE floats bounded_exponent(floats v) { return smaller(splat(130.0f), larger(splat(-110.0f), v)); }
 /* a in the first `count` lanes, b in the others. */
 INLINE floats first_of(long count, floats a, floats b) {
   const int most = count < 0 ? 0 : count > LANES ? LANES : (int)count;
@@ -212,6 +214,20 @@ INLINE floats load_bfloat16(const bfloat16 *at) {
 #endif
   return r;
 }
+/* Sixteen numbers in another order, in which they take fewer instructions; and sums of such numbers in order. */
+#ifdef WITH_AVX2 /* those at even places, then those at odd ones */
+INLINE floats load_apart_bfloat16(const bfloat16 *at) {
+  const bits_part both = *(const bits_part_at *)at;
+  return (floats){{(float_part)(both << 16), (float_part)(both & UPPER)}};
+}
+INLINE floats in_order_bfloat16(floats v) {
+  const __m256 low = _mm256_unpacklo_ps(v.p[0], v.p[1]), high = _mm256_unpackhi_ps(v.p[0], v.p[1]);
+  return (floats){{_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)}};
+}
+#else
+INLINE floats load_apart_bfloat16(const bfloat16 *at) { return load_bfloat16(at); }
+INLINE floats in_order_bfloat16(floats v) { return v; }
+#endif
 INLINE floats load_first_bfloat16(const bfloat16 *at, long count) {
   if (count >= LANES) return load_bfloat16(at);
   bfloat16 all[LANES] = {0};
@@ -588,9 +604,41 @@ INLINE floats load_half(const void *at) {
 /* One of the two bfloat16 numbers of each unit. */
 INLINE floats one_of_two(units v, const int number) {
   floats r;
-  EACH_PART r.p[i] = (float_part)(number ? v.p[i] & 0xffff0000u : v.p[i] << 16);
+#ifdef WITH_AVX2 /* the mask is read from memory, since sums need registers */
+  static const uint32_t upper[PART] __attribute__((aligned(4 * PART))) = {UPPER, UPPER, UPPER, UPPER, UPPER, UPPER, UPPER, UPPER};
+  if (number) {
+    EACH_PART __asm__("vpand %2, %1, %0" : "=x"(r.p[i]) : "x"(v.p[i]), "m"(upper));
+    return r;
+  }
+#endif
+  EACH_PART r.p[i] = (float_part)(number ? v.p[i] & UPPER : v.p[i] << 16);
   return r;
 }
+
+#ifdef WITH_AVX2
+/* The columns of a part of eight values: halves of rows four apart beside one another, then pairs, then pairs of pairs. */
+INLINE void exchange_square(const units *from, const int part, bits_part *to) {
+  __m256 pair[PART];
+#pragma GCC unroll 4
+  for (int row = 0; row < 4; row++)
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      const float *upper = (const float *)(from + row) + PART * part + 4 * half, *lower = upper + 4 * LANES;
+      pair[2 * row + half] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(upper)), _mm_loadu_ps(lower), 1);
+    }
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; half++) {
+    const __m256d ab = (__m256d)_mm256_unpacklo_ps(pair[half], pair[2 + half]);
+    const __m256d ba = (__m256d)_mm256_unpackhi_ps(pair[half], pair[2 + half]);
+    const __m256d cd = (__m256d)_mm256_unpacklo_ps(pair[4 + half], pair[6 + half]);
+    const __m256d dc = (__m256d)_mm256_unpackhi_ps(pair[4 + half], pair[6 + half]);
+    to[4 * half] = (bits_part)_mm256_unpacklo_pd(ab, cd);
+    to[4 * half + 1] = (bits_part)_mm256_unpackhi_pd(ab, cd);
+    to[4 * half + 2] = (bits_part)_mm256_unpacklo_pd(ba, dc);
+    to[4 * half + 3] = (bits_part)_mm256_unpackhi_pd(ba, dc);
+  }
+}
+#endif
 
 /* Sixteen values of sixteen units, their rows and columns exchanged: four by four units at a time. */
 static inline void exchange(units *r) {
@@ -607,6 +655,21 @@ static inline void exchange(units *r) {
       t[4 * j + 3].p[i] = (bits_part)vtrn2q_u64(ba, dc);
     }
   memcpy(r, t, sizeof t);
+#elif defined(WITH_AVX2) /* four squares of 8 x 8, of which two change places */
+  bits_part first[PART], other[PART];
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    exchange_square(r + PART * i, i, first);
+#pragma GCC unroll 8
+    for (int row = 0; row < PART; row++) r[PART * i + row].p[i] = first[row];
+  }
+  exchange_square(r, 1, first);
+  KEPT(first); /* sixteen are more than registers hold */
+  exchange_square(r + PART, 0, other);
+#pragma GCC unroll 8
+  for (int row = 0; row < PART; row++) r[row].p[1] = other[row];
+#pragma GCC unroll 8
+  for (int row = 0; row < PART; row++) r[PART + row].p[0] = first[row];
 #else
   typedef uint32_t four __attribute__((vector_size(16)));
   uint32_t from[LANES][LANES], to[LANES][LANES];

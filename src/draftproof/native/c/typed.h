@@ -551,7 +551,7 @@ INLINE void NAME(take_values)(const NAME(attention) * a, const NAME(query_tile) 
 #ifdef IN_FLOATS
 #pragma GCC unroll 4
   for (int v = first; v < last; v++) {
-    into[v - first] = NAME(load)(one + v * LANES);
+    into[v - first] = NAME(load_apart)(one + v * LANES);
     if (v % UNIT == 0) __builtin_prefetch((const char *)(one + v * LANES + 2 * LANES * a->dim));
   }
 #else
@@ -568,6 +568,13 @@ INLINE void NAME(take_values)(const NAME(attention) * a, const NAME(query_tile) 
 #include "matrix_attention.h"
 #else
 
+/* Values of some keys come to the second cache while these keys are multiplied; `mix` would wait for each line of them. */
+INLINE void NAME(fetch_values)(const NAME(attention) * a, const NAME(query_tile) * t, long key, long count) {
+  const long size = a->dim * (t->value_scales ? 1 : (long)sizeof(ELEM));
+  const char *at = (const char *)t->values + key * size;
+  for (long line = 0; line < count * size; line += 64) __builtin_prefetch(at + line, 0, 2);
+}
+
 /* A number of queries that is known to the compiler: sums of those that are not there would take as long. */
 #define BY_QUERIES(here, run) \
   switch (here) {             \
@@ -579,9 +586,9 @@ INLINE void NAME(take_values)(const NAME(attention) * a, const NAME(query_tile) 
     default: run(6);          \
   }
 
-/* Products of some queries with 32 keys, in two blocks that lie as `transpose` leaves them. */
+/* Products of some queries with sixteen keys in each of one or two blocks that lie as `transpose` leaves them. */
 INLINE void NAME(score_some)(const units (*block)[MOST_DIM / UNIT], const char *queries, long stride, float *to, long padded,
-                             long dim, const int count) {
+                             long dim, const int count, const int blocks) {
   floats sum[6][2];
 #pragma GCC unroll 6
   for (int m = 0; m < count; m++) sum[m][0] = sum[m][1] = zeros();
@@ -590,7 +597,7 @@ INLINE void NAME(score_some)(const units (*block)[MOST_DIM / UNIT], const char *
 #pragma GCC unroll 2
     for (int number = 0; number < 2; number++)
 #pragma GCC unroll 2
-      for (int b = 0; b < 2; b++) {
+      for (int b = 0; b < blocks; b++) {
         READ_AGAIN;
         const floats keyed = one_of_two(load_units(block[b] + unit), number);
 #pragma GCC unroll 6
@@ -601,13 +608,13 @@ INLINE void NAME(score_some)(const units (*block)[MOST_DIM / UNIT], const char *
 #pragma GCC unroll 6
     for (int m = 0; m < count; m++) {
       const units numbers = splat_unit(queries + m * stride + 4 * unit);
-      for (int b = 0; b < 2; b++) sum[m][b] = NAME(add_product)(sum[m][b], block[b][unit], numbers);
+      for (int b = 0; b < blocks; b++) sum[m][b] = NAME(add_product)(sum[m][b], block[b][unit], numbers);
     }
 #endif
   }
 #pragma GCC unroll 6
   for (int m = 0; m < count; m++)
-    for (int b = 0; b < 2; b++) store_float(to + m * padded + b * LANES, sum[m][b]);
+    for (int b = 0; b < blocks; b++) store_float(to + m * padded + b * LANES, sum[m][b]);
 }
 
 #if defined(WITH_BYTE_DOTS) && UNIT == 2
@@ -654,8 +661,9 @@ static void NAME(score_bytes)(const NAME(attention) * a, const NAME(query_tile) 
     const long left = t->most - key, from = left < 1 ? t->most - 1 : key, count = left < 1 ? 1 : left;
     units block[MOST_DIM / 4];
     exchange_bytes((const int8_t *)t->keys + from * a->dim, t->keys_end, a->dim, count, block);
-    for (long q = 0; q < t->queries; q += TOGETHER) {
-      const long here = t->queries - q < TOGETHER ? t->queries - q : TOGETHER;
+    NAME(fetch_values)(a, t, key, LANES);
+    for (long q = 0; q < t->queries; q += TOGETHER_OF_TWO) {
+      const long here = t->queries - q < TOGETHER_OF_TWO ? t->queries - q : TOGETHER_OF_TWO;
 #define RUN(number) \
   dot_some(block, queries + q * stride, stride, t->scores + q * t->padded + key, t->padded, a->dim, number)
       BY_QUERIES(here, RUN)
@@ -682,10 +690,13 @@ static void NAME(score)(const NAME(attention) * a, const NAME(query_tile) * t, c
       const long count = left < 1 ? 1 : left < LANES ? left : LANES;
       NAME(transpose)(a, t, from, count, block[b]);
     }
+    NAME(fetch_values)(a, t, key, 2 * LANES);
     for (long q = 0; q < t->queries; q += TOGETHER) {
       const long here = t->queries - q < TOGETHER ? t->queries - q : TOGETHER;
-#define RUN(count) \
-  NAME(score_some)(block, queries + q * stride, stride, t->scores + q * t->padded + key, t->padded, a->dim, count)
+#define RUN(count)                                                                                                        \
+  for (int b = 0; b < 2; b += count > TOGETHER_OF_TWO ? 1 : 2)                                                            \
+  NAME(score_some)(block + b, queries + q * stride, stride, t->scores + q * t->padded + key + b * LANES, t->padded, a->dim, \
+                   count, count > TOGETHER_OF_TWO ? 1 : 2)
       BY_QUERIES(here, RUN)
 #undef RUN
     }
@@ -733,14 +744,19 @@ INLINE void NAME(mix_some)(const NAME(attention) * a, const NAME(query_tile) * t
 #pragma GCC unroll 6
   for (int m = 0; m < count; m++)
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++)
+    for (int v = 0; v < vectors; v++) {
+#ifdef IN_FLOATS
+      if (!bytes) sum[m][v] = NAME(in_order)(sum[m][v]);
+#endif
       store_float(NAME(outcome_of)(a, t, query + m) + NAME(OUTCOME) + d + v * LANES, sum[m][v]);
+    }
 }
 
 /* The last dimensions of heads that are no whole vectors; apart, so that the code of the others stays small. */
 static __attribute__((noinline)) void NAME(mix_last)(const NAME(attention) * a, const NAME(query_tile) * t, long query,
                                                      long d, long here, int bytes) {
 #define RUN(count) NAME(mix_some)(a, t, query, d, count, UNIT, 1, bytes)
+  for (; here > TOGETHER_OF_TWO; here -= TOGETHER_OF_TWO, query += TOGETHER_OF_TWO) RUN(TOGETHER_OF_TWO);
   BY_QUERIES(here, RUN)
 #undef RUN
 }
@@ -749,7 +765,9 @@ INLINE void NAME(mix_all)(const NAME(attention) * a, const NAME(query_tile) * t,
   for (long q = 0; q < t->queries; q += TOGETHER) {
     const long here = t->queries - q < TOGETHER ? t->queries - q : TOGETHER;
     for (long d = first; d < last;) {
-#define RUN_WIDE(count) NAME(mix_some)(a, t, q, d, count, WIDE, 0, bytes)
+#define RUN_WIDE(count)                                                                                    \
+  for (int v = 0; v < WIDE; v += count > TOGETHER_OF_TWO ? 1 : WIDE)                                       \
+  NAME(mix_some)(a, t, q, d + v * LANES, count, count > TOGETHER_OF_TWO ? 1 : WIDE, 0, bytes)
 #define RUN(count) NAME(mix_some)(a, t, q, d, count, UNIT, 0, bytes)
       if (last - d >= WIDE * LANES) {
         BY_QUERIES(here, RUN_WIDE)
