@@ -186,7 +186,6 @@ def load_best(levels: list[Level]) -> tuple[Level, ctypes.CDLL]:
     raise kind("; ".join(dict.fromkeys(map(str, failures))))
 
 
-@functools.cache
 def _loaded(path: Path, then: str = "") -> ctypes.CDLL | None:
     """A library that is there; None, and a warning that says what happens then, where it cannot be loaded."""
     try:
@@ -196,6 +195,7 @@ def _loaded(path: Path, then: str = "") -> ctypes.CDLL | None:
         return None
 
 
+@functools.cache
 def load(level: Level) -> ctypes.CDLL:
     """Load the library of a level: from the package, else from an earlier build, else built now.
 
