@@ -271,7 +271,7 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
     # --- the choice -----------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        """Continue to build missing sources that are expected to pay in a batch of this size.
+        """Continue to build missing sources that are expected to be the fastest in a batch of this size.
 
         For several requests, which they help less, not in every round; and only after drafts would have gained some
         rounds, or where they certainly will.
@@ -280,7 +280,8 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
         self._make([one for one in self._missing if one.quick], 0.0)
         if self._waited < self._batch:
             return
-        gains = {one.name: one.stopper.promise(self._batch) - 1 for one in self._missing}
+        built = [one.stopper.promise(self._batch) for one in self.sources if one.drafter is not None]
+        gains = {one.name: one.stopper.promise(self._batch) - max(built, default=1.0) for one in self._missing}
         promising = [one for one in self._missing if gains[one.name] > 0]
         if promising:
             self._waited = 0

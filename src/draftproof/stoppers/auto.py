@@ -158,7 +158,7 @@ class Auto(StopperBase):
         learned = self.learned_costs
         if learned is not None and (forced := self._measuring_plan(learned, members, best)) is not None:
             return forced
-        if best.length and self._waits(list(members.values()), best.speed - 1):
+        if best.length and self._waits(list(members.values()), best):
             return DraftPlan()
         if not best.length and 2 * sum(self._may_probe(one) for one in members.values()) > len(members):
             return self._trial(members, PROBE) or best
@@ -214,15 +214,19 @@ class Auto(StopperBase):
                 return DraftPlan(1, best.drafts, measures=True, only=only)
         return None
 
-    def _waits(self, members: Sequence[RequestRates], gain: float) -> bool:
+    def _waits(self, members: Sequence[RequestRates], best: DraftPlan) -> bool:
         """Whether a draft model should not read yet what others have drafted, since a request may end before that pays.
 
         It waits until drafts would have gained what reading cost at first. So whenever the request ends, not much more
-        than twice that cost is lost. For new requests it reads at once if an answer of usual length pays for that.
+        than twice that cost is lost. For new requests it reads at once if an answer of usual length pays for that, or
+        for twice that while costs are guessed.
         """
-        missed = self._missed(members)
+        missed, gain = self._missed(members), best.speed - 1
+        if missed > CHEAP and all(state.unread is not None for state in members):
+            gain = self._choice(members, hopeful=False).speed - 1
+        guessed = self.learned_costs is not None and self.learned_costs.lacks(self._batch)
         rounds = statistics.fmean(min(state.limit + 1, self._answer) for state in members)
-        if all(state.idle <= CATCH_UP for state in members) and missed <= gain * rounds:
+        if all(state.idle <= CATCH_UP for state in members) and missed * (1 + guessed) <= gain * rounds:
             self._owed = None
             return False
         if self._owed is None:
@@ -379,10 +383,11 @@ class Auto(StopperBase):
         """Mean number of drafted tokens that a request may have."""
         return self._most / self._batch
 
-    def _choice(self, members: Sequence[RequestRates]) -> DraftPlan:
-        """The best plan for these requests together."""
+    def _choice(self, members: Sequence[RequestRates], *, hopeful: bool = True) -> DraftPlan:
+        """The best plan for these requests together, with hopeful or with expected rates."""
         numbers = [1 << power for power in range(self._most_drafts.bit_length()) if 1 << power < self._most_drafts]
-        rates = tuple(sorted((n, *one.hopeful(n)) for n in (*numbers, self._most_drafts) for one in members))
+        kinds = [(n, one) for n in (*numbers, self._most_drafts) for one in members]
+        rates = tuple(sorted((n, *(one.hopeful(n) if hopeful else one.expected(n))) for n, one in kinds))
         case = self.learned_costs.version if self.learned_costs else 0, self._batch, rates
         if case not in self._best:
             if len(self._best) >= CACHE_SIZE:
