@@ -200,7 +200,7 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
             self._lookup_costs.passes.reading = True  # this round reads a prompt, so it would measure nothing
         if able:
             self._build()
-            if self._plain >= self._due and not self._lookup_costs.passes.tells_next(batch):
+            if self._plain >= self._due and not self._lookup_costs.passes.asks_for_plain(batch):
                 self._choice = self._choose(able, batch)
                 self._due = self._plain + self._pause
         choice = self._choice

@@ -218,21 +218,19 @@ class Auto(StopperBase):
         """Whether a draft model should not read yet what others have drafted, since a request may end before that pays.
 
         It waits until drafts would have gained what reading cost at first. So whenever the request ends, not much more
-        than twice that cost is lost. For new requests it reads at once if an answer of usual length pays for that, or
-        for twice that while costs are guessed.
+        than twice that cost is lost. For new requests it reads at once if an answer of usual length pays for twice that.
         """
         missed, gain = self._missed(members), best.speed - 1
         if missed > CHEAP and all(state.unread is not None for state in members):
             gain = self._choice(members, hopeful=False).speed - 1
-        guessed = self.learned_costs is not None and self.learned_costs.lacks(self._batch)
         rounds = statistics.fmean(min(state.limit + 1, self._answer) for state in members)
-        if all(state.idle <= CATCH_UP for state in members) and missed * (1 + guessed) <= gain * rounds:
+        if all(state.idle <= CATCH_UP for state in members) and 2 * missed <= gain * rounds:
             self._owed = None
             return False
         if self._owed is None:
             self._owed = missed
         self._owed -= gain
-        if missed and self._owed > 0:
+        if missed and (self._owed > 0 or missed > gain * statistics.fmean(state.limit + 1 for state in members)):
             return True
         self._owed = None
         return False
@@ -266,7 +264,8 @@ class Auto(StopperBase):
             sums = _sums([tokens_by_length(*one.expected(drafts), self.limit) for one in rows], self._most)
             if only is not None:
                 costs = self._costs_of_one(costs)
-            for n in sorted({min(length, self.limit), min(2, length), 1}, reverse=True):
+            wanted = length if only is None else max(length, TRIAL)  # one request costs little, and shows little
+            for n in sorted({min(wanted, self.limit), min(2, wanted), 1}, reverse=True):
                 made, cost = (sums[n] + others) / self._batch, costs.of(n, drafts, self._share) / costs.of(0)
                 loss = rounds * (cost - made)
                 if allowance is None or allowance.affords(

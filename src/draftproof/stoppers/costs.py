@@ -29,6 +29,7 @@ OUTLIER = 3.0  # figures further from the others than this factor do not count
 LOSS, REGAIN, DEBT = 2.0, 0.01, 2.0  # plain rounds of one request: allowed loss at first, gain per round, largest debt
 SAVED = 4.0  # the most that is saved for measuring rounds that lose much, in plain rounds of one request
 LONG_READ = 16  # tokens of prompts in a round from which the cost of reading is learned
+FEW = 0.25  # drafted tokens of a request, on average, below which a round says too little about their cost
 LARGEST = 0.95  # largest share of a plain round that is reckoned with for products
 READ_SHARE = 0.5  # assumed cost of a drafted token in the target's pass, relative to one that is read among many
 UNSETTLED = 6  # drafted rounds of one request whose gain is counted later, while costs are hardly known
@@ -205,6 +206,7 @@ class DraftCosts:
         # by number of requests: the newest round that read prompts, till a plain round follows; and the newest costs of
         # a token that is read among many, in plain rounds
         self._read: dict[int, RoundTime] = {}
+        self._asking = 0  # the number of requests of that round
         self._reading: dict[int, deque[float]] = {}
         self.version = 0  # rises with every figure
         self._assumed: dict[int, int] = {}  # version for which the line of a number of requests was assumed
@@ -249,6 +251,7 @@ class DraftCosts:
         size = size_class(time.rows)
         if not time.nodes and time.prompt >= LONG_READ:
             self._read[size] = time
+            self._asking = size
             if (read := self.read(size)) is not None:
                 self.allowance.earn(1 + read * time.prompt)
 
@@ -274,8 +277,9 @@ class DraftCosts:
         """Add a round."""
         line, size, other = self.line(time.rows), size_class(time.rows), self._newest
         # A plain round is only compared with its neighbours: a single outlier must not look like a change.
-        if other is not None and size_class(other.rows) == size and bool(other.nodes) != bool(time.nodes):
-            wide, plain = (time, other) if time.nodes else (other, time)
+        wide, plain = (time, other) if time.nodes else (other, time)
+        same = other is not None and size_class(other.rows) == size and bool(other.nodes) != bool(time.nodes)
+        if same and wide is not None and plain is not None and wide.nodes >= FEW:
             before = self.rest(time.rows, wide.nodes)
             line.add(wide.nodes, wide.rest / max(plain.rest, 1e-9), wide.nodes)
             self.version += 1
@@ -309,9 +313,11 @@ class DraftCosts:
         size = size_class(rows)
         return self._since.get(size, 0) >= self._pause.get(size, REFRESH[0])
 
-    def tells_next(self, rows: int) -> bool:
-        """Whether a plain round now gives the first figure of all: what reading costs, by the newest round."""
-        return not self._reading and size_class(rows) in self._read and not self.line(rows).known
+    def asks_for_plain(self, rows: int) -> bool:
+        """Whether a plain round now gives the first figure of all: what reading costs. It is asked for once."""
+        asks = self._asking == size_class(rows) and not self._reading and not self.line(rows).known
+        self._asking = 0
+        return asks
 
     def is_foretold(self, rows: int) -> bool:
         """Whether the costs of this number of requests are no mere guess, though nothing was drafted yet."""
@@ -344,7 +350,8 @@ class DraftCosts:
     def restore(self, found: dict[str, Any]) -> None:
         """Start from figures that `to_dict` returned in an earlier run."""
         for size, line in _stored_lines(found).items():
-            self._lines.setdefault(size, self._new_line(*line, kept=TRIALS))
+            if not self.line(size).known:
+                self._lines[size] = self._new_line(*line, kept=TRIALS)
         self.version += 1
 
 
@@ -459,8 +466,8 @@ class LearnedCosts:
         self._unsettled.append((time, accepted, caught_up or few < time.rows, few))
         most = UNSETTLED // few
         while self._unsettled and (len(self._unsettled) > most or not self.lacks(time.rows)):
-            *settled, few = self._unsettled.popleft()
-            self.passes.allowance.settle(self._gained(*settled), few)
+            settled, made, read, drafting = self._unsettled.popleft()
+            self.passes.allowance.settle(self._gained(settled, made, read), drafting)
 
     def _gained(self, time: RoundTime, accepted: Mean, caught_up: bool) -> float:
         """The gain of a round, in plain rounds; the time of drafting is the measured or the expected one, if less.
