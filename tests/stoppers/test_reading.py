@@ -269,7 +269,7 @@ class OneAtATime(Auto):
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_the_distribution_where_one_request_of_two_drafts(rule):
-    from draftproof.engine.registry import make_verifier  # noqa: PLC0415
+    from draftproof.engine.registry import make_verifier
 
     seen = set()
 

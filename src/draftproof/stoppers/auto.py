@@ -218,7 +218,7 @@ class Auto(StopperBase):
         """Whether a draft model should not read yet what others have drafted, since a request may end before that pays.
 
         It waits until drafts would have gained what reading cost at first. So whenever the request ends, not much more
-        than twice that cost is lost. For new requests it reads at once if an answer of usual length pays for twice that.
+        than twice that cost is lost. For new requests it reads at once if a usual answer pays for twice that.
         """
         missed, gain = self._missed(members), best.speed - 1
         if missed > CHEAP and all(state.unread is not None for state in members):
