@@ -150,6 +150,7 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
         self._promised = 0.0  # plain rounds that missing sources would have gained, while a batch ends
         self._largest = 0  # the largest batch since there was no request
         self._plain = 0  # plain rounds in a row
+        self._unpaid = 0  # choices since a source was expected to pay
         self._due = math.inf  # the number of them at which a choice is made
         self._kept = PrefixCache(0)
 
@@ -280,11 +281,11 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
         self._make([one for one in self._missing if one.quick], 0.0)
         if self._waited < self._batch:
             return
+        self._waited = 0
         built = [one.stopper.promise(self._batch) for one in self.sources if one.drafter is not None]
         gains = {one.name: one.stopper.promise(self._batch) - max(built, default=1.0) for one in self._missing}
         promising = [one for one in self._missing if gains[one.name] > 0]
         if promising:
-            self._waited = 0
             self._promised += self._batch * max(gains.values())
             if self._largest == 1 or self._promised >= BUILD_GAIN or self._pays_soon(max(gains.values())):
                 self._built = True
@@ -318,13 +319,17 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
         ids = [one.id for one in able]
         best = _Choice()
         plain = False
-        for source in self.sources:
+        asked = self._unpaid % (1 + min(self._unpaid // PLAIN, batch // 2)) == 0
+        self._unpaid += 1
+        for source in self.sources if asked else ():
             mine = [row for row in ids if row not in source.unable]
             if source.drafter is None or not mine:
                 continue
             model = source.drafter.model
             source.stopper.expect({one.id: model.outlook(one) for one in able if one.id not in source.unable})
             plan = source.stopper.make_plan(mine, batch=batch)
+            if plan.length:
+                self._unpaid = 0
             if plan.measures:
                 if plan.length:
                     return _Choice(source, plan)
