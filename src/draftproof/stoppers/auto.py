@@ -131,7 +131,8 @@ class Auto(StopperBase):
         """Note what the draft model would have to read for each request, and how long its draft may be."""
         for row, outlook in outlooks.items():
             state = self._state(row)
-            state.unread, state.limit = outlook.unread, outlook.limit
+            state.unread = outlook.unread
+            state.limit = outlook.limit
         if self.learned_costs is not None and any(outlook.fresh for outlook in outlooks.values()):
             self.learned_costs.passes.reading = True
 
@@ -166,7 +167,8 @@ class Auto(StopperBase):
 
     def promise(self, batch: int) -> float:
         """The expected speed relative to plain decoding in a batch of new requests; 1 if drafts would not pay."""
-        self._batch, self._most_drafts = max(batch, 1), 1
+        self._batch = max(batch, 1)
+        self._most_drafts = 1
         known = None if self.shared_rates is None else self.shared_rates.expected(1)
         return self._choice([RequestRates(assumed=known or self.assumed)] * self._batch).speed
 
