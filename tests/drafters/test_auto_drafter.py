@@ -1,5 +1,6 @@
 """The drafter `auto`: what it chooses, and that outputs have the target's distribution while it changes drafters."""
 
+import itertools
 import json
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.draft import Draft
 from draftproof.drafters import auto as auto_module
-from draftproof.drafters.auto import AutoDrafter, CandidateDrafter
+from draftproof.drafters.auto import PLAIN, AutoDrafter, CandidateDrafter
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
@@ -297,10 +298,14 @@ def test_many_requests_do_not_choose_in_every_plain_round(size, every, monkeypat
     choices, made = [], []
     chosen = drafter._choose
     monkeypatch.setattr(drafter, "_choose", lambda *given: choices.append(len(made)) or chosen(*given))
-    for _ in range(12):
+    for _ in range(PLAIN):
         made += rounds_of_a_batch(drafter, texts, 1, lambda n: n)
     assert not any(map(any, made)), "nothing pays"
-    assert choices == list(range(every - 1, 12, every))
+    assert choices == list(range(every - 1, PLAIN, every))
+    for _ in range(20 * PLAIN):
+        made += rounds_of_a_batch(drafter, texts, 1, lambda n: n)
+    pauses = [later - before for before, later in itertools.pairwise(choices)]
+    assert (max(pauses) > every) is (size > 1), "less often while nothing pays"
 
 
 def test_after_a_round_with_drafts_many_requests_choose_again(monkeypatch):

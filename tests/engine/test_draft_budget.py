@@ -12,7 +12,7 @@ from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.options import EngineOptions
-from draftproof.engine.verifier_parts import make_verifier
+from draftproof.engine.verifier_parts import VERIFIERS, make_verifier
 from draftproof.errors import RequestError
 from draftproof.rng import CounterRoundRng
 from draftproof.stoppers.auto import Auto
@@ -36,13 +36,30 @@ def toy(drafter, stopper):
     return DRAFTERS[drafter].make(DraftModel(small, vocab_size=VOCAB), stopper)
 
 
+class WithPadding:
+    """Draws of `match` from rows that are padding, whose outcome nobody looks at: always 0."""
+
+    def __init__(self, rng):
+        self._rng = rng
+
+    def at(self, *of, **rows):
+        return WithPadding(self._rng.at(*of, **rows))
+
+    def bernoulli(self, prob):
+        return self._rng.bernoulli(prob)
+
+    def categorical(self, weights):
+        weights = weights.clone()
+        weights[..., 0] += weights.sum(-1) == 0
+        return self._rng.categorical(weights)
+
+
 def maker(rule, budget, drafter="model", stopper=TWO, seen=None):
     """Engines over the toy pair; `seen` gets the lengths of the drafts of each round."""
 
     def make(round_rng):
-        engine = Engine(
-            toy_target(), toy(drafter, stopper), make_verifier(rule), round_rng=round_rng, draft_budget=budget
-        )
+        rng = (lambda *of: WithPadding(round_rng(*of))) if rule == "match" else round_rng
+        engine = Engine(toy_target(), toy(drafter, stopper), make_verifier(rule), round_rng=rng, draft_budget=budget)
         cut = engine._budget.cut
 
         def watched(rows, drafts):
@@ -70,6 +87,8 @@ def maker(rule, budget, drafter="model", stopper=TWO, seen=None):
         ("block", "model", Predicted(0.1, 2), 3, (3, 3)),
         ("gumbel", "model", TWO, 3, (3, 2)),
         ("trie_block", "model", TWO, 2, (3, 2)),
+        *[(rule, "model", TWO, 2, (3, 2)) for rule in ("spectr", "multi_round", "traversal", "multi_path")],
+        pytest.param("match", "model", TWO, 2, (3, 2), marks=pytest.mark.slow),
         ("block", "model+suffix", FixedLength(1), 3, (3, 3)),
         ("token", "suffix", FixedLength(1), 3, (3, 3)),
     ],
@@ -109,6 +128,17 @@ def test_a_budget_that_is_decided_by_the_token_itself_is_detected(rule):
         return engine
 
     assert joint_distance(make, BOTH, [SamplingParams(max_tokens=3), SamplingParams(max_tokens=2)]) > 0.01
+
+
+def test_every_lossless_rule_that_takes_a_budget_is_enumerated():
+    (cases,) = [
+        mark.args[1]
+        for mark in test_the_joint_distribution_of_two_requests_with_one_budget.pytestmark
+        if mark.name == "parametrize"
+    ]
+    rules = {getattr(case, "values", case)[0] for case in cases}
+    lossless = {name for name, part in VERIFIERS.items() if part.lossless and not part.traits.constant_length}
+    assert rules == lossless
 
 
 def test_the_joint_distribution_while_drafters_change():

@@ -203,7 +203,7 @@ ELSEWHERE = (
     ),
     _elsewhere(
         "two requests with one budget (`--draft-budget`): their joint distribution, also while `auto` changes drafters",
-        "block, token, gumbel, trie_block",
+        "all lossless rules but greedy_block",
         "engine/test_draft_budget.py",
         "the_joint_distribution_of_two_requests_with_one_budget",
         "the_joint_distribution_while_drafters_change",

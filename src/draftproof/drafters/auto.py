@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,7 @@ from draftproof.drafters.ngram import point_chain, with_probabilities
 from draftproof.drafters.suffix import SuffixDrafter, SuffixMatch
 from draftproof.errors import reason
 from draftproof.rng import RoundRng
-from draftproof.stoppers.auto import CACHE_SIZE, CATCH_UP, GAIN, Auto, DraftPlan, tokens_by_length
+from draftproof.stoppers.auto import ANSWER, CACHE_SIZE, CATCH_UP, GAIN, Auto, DraftPlan, tokens_by_length
 from draftproof.stoppers.base import AcceptanceRates, RoundTime
 from draftproof.stoppers.costs import DraftCosts, LearnedCosts, size_class
 from draftproof.stoppers.rates import RequestRates, SharedRates
@@ -36,9 +37,12 @@ from draftproof.theory.cost import RoundCosts
 
 _log = logging.getLogger(__name__)
 
+BUILD_GAIN = 16.0  # plain rounds that sources would have gained before they are built for several requests
 BUILD_SHARE = 0.5  # time for building a source while one request runs, as a share of the last round
-TOGETHER = 8  # largest batch in which every round makes a choice; larger ones skip some plain rounds
+TOGETHER = 8  # largest batch in which every round makes a choice at first; larger ones skip some plain rounds
+PLAIN = 8  # plain rounds after which several requests skip another one between two choices, up to half their number
 LOOKUP_KEY = "lookup"  # key of its figures in a file
+PASSES_KEY = "passes"  # key of the costs of passes, which sources' figures have, too
 LOOKUP = 16  # longest draft of a lookup, and longest suffix that it looks for
 TRIED = 4  # length of a retried lookup, and of the match that it needs
 LOOKUP_PAUSE = 32  # rounds after which a long match is retried, even if such drafts were not accepted
@@ -63,10 +67,11 @@ LOOKUP_RATES = {  # assumed, by length of the match
 class CandidateDrafter:
     """A source of `AutoDrafter`; it may have to be built first.
 
-    `steps` yields None after each step of building, and finally the drafter.
+    `steps` yields None after each step of building, and finally the drafter. `quick` says that this takes no time.
     """
 
-    def __init__(self, name: str, stopper: Auto, steps: Iterator[ModelDrafter | None]) -> None:
+    def __init__(self, name: str, stopper: Auto, steps: Iterator[ModelDrafter | None], *, quick: bool = False) -> None:
+        self.quick = quick
         self.name = name
         self.stopper = stopper
         self.drafter: ModelDrafter | None = None
@@ -142,9 +147,12 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
         self._accepted = 0  # tokens of the round
         self._seconds = 0.0
         self._waited = 0  # rounds in which nothing was built
+        self._promised = 0.0  # plain rounds that missing sources would have gained, while a batch ends
+        self._largest = 0  # the largest batch since there was no request
         self._plain = 0  # plain rounds in a row
+        self._unpaid = 0  # choices since a source was expected to pay
+        self._due = math.inf  # the number of them at which a choice is made
         self._kept = PrefixCache(0)
-        self._latest: CandidateDrafter | None = None
 
     @property
     def backends(self) -> Sequence[Backend]:
@@ -159,9 +167,10 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
                 source.drafter.reuse(kept)
 
     def read(self, parts: Sequence[DraftRequest]) -> None:
-        """Let the source that drafted last read ahead; another one reads what it needs when it is chosen."""
-        if self._latest is not None and self._latest.drafter is not None:
-            self._latest.drafter.read(parts)
+        """Let the source of the round read ahead; another one reads what it needs when it is chosen."""
+        source = self._choice.source
+        if source is not None and source.drafter is not None:
+            source.drafter.read(parts)
 
     @override
     def ended(self, request_id: int, tokens: list[int]) -> None:
@@ -182,14 +191,19 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
         self._choice = _Choice()
         self._built = False
         self._batch = batch
+        self._largest = max(self._largest, batch)
         self._accepted = 0
         self._matched.clear()
         self._drawn_tokens.clear()
         self._plain = 0 if before.source is not None or before.lookups else self._plain + 1
+        self._due = min(self._due, self._plain - 1 + self._pause) if self._plain else 0
+        if len(able) < len(requests) and any(len(one.tokens) == one.prompt_length for one in requests):
+            self._lookup_costs.passes.reading = True  # this round reads a prompt, so it would measure nothing
         if able:
             self._build()
-            if self._plain % -(-batch // TOGETHER) == 0:
+            if self._plain >= self._due and not self._lookup_costs.passes.asks_for_plain(batch):
                 self._choice = self._choose(able, batch)
+                self._due = self._plain + self._pause
         choice = self._choice
         drafts = (
             [Draft.empty() for _ in requests] if choice.source is None else self._source_drafts(choice, requests, rng)
@@ -206,12 +220,16 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
             drafts = [with_probabilities(each, width, dtype) for each in drafts]
         return drafts
 
+    @property
+    def _pause(self) -> int:
+        """Rounds between two choices: a choice takes a few percent of a round, and nothing changes while none pays."""
+        return max(-(-self._batch // TOGETHER), 1 + min(self._plain // PLAIN, self._batch // 2))
+
     def _source_drafts(self, choice: _Choice, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
         """Drafts of the chosen source, for the requests without a lookup."""
         source = choice.source
         assert source is not None
         assert source.drafter is not None, "only sources that are built are chosen"
-        self._latest = source
         source.stopper.use_plan(choice.plan)
         asked = [replace(one, limit=0) if one.id in choice.lookups else one for one in requests]
         asked = [replace(one, limit=0) if len(one.tokens) == one.prompt_length else one for one in asked]
@@ -254,13 +272,29 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
     # --- the choice -----------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        """Continue to build missing sources; in large batches, which they help less, not in every round."""
+        """Continue to build missing sources that are expected to be the fastest in a batch of this size.
+
+        For several requests, which they help less, not in every round; and only after drafts would have gained some
+        rounds, or where they certainly will.
+        """
         self._waited += 1
+        self._make([one for one in self._missing if one.quick], 0.0)
         if self._waited < self._batch:
             return
         self._waited = 0
-        self._built = bool(self._missing)
-        self.prepare(BUILD_SHARE * self._seconds / self._batch)
+        built = [one.stopper.promise(self._batch) for one in self.sources if one.drafter is not None]
+        gains = {one.name: one.stopper.promise(self._batch) - max(built, default=1.0) for one in self._missing}
+        promising = [one for one in self._missing if gains[one.name] > 0]
+        if promising:
+            self._promised += self._batch * max(gains.values())
+            if self._largest == 1 or self._promised >= BUILD_GAIN or self._pays_soon(max(gains.values())):
+                self._built = True
+                self._make(promising, BUILD_SHARE * self._seconds / self._batch)
+
+    def _pays_soon(self, gain: float) -> bool:
+        """Whether a whole batch begins for which costs are known, and sources would gain enough before it ends."""
+        whole = self._batch == self._largest and not self._lookup_costs.passes.lacks(self._batch)
+        return whole and gain * ANSWER >= 2 * BUILD_GAIN
 
     @property
     def _missing(self) -> list[CandidateDrafter]:
@@ -269,8 +303,12 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
 
     @override
     def prepare(self, seconds: float) -> bool:
+        return self._make(self._missing, seconds)
+
+    def _make(self, sources: Sequence[CandidateDrafter], seconds: float) -> bool:
+        """Build these sources until the time is over, but at least one step; returns whether all are built."""
         end = time.perf_counter() + seconds
-        for source in self._missing:
+        for source in sources:
             if not source.build(end):
                 return False
             if source.drafter is not None:
@@ -281,11 +319,17 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
         ids = [one.id for one in able]
         best = _Choice()
         plain = False
-        for source in self.sources:
+        asked = self._unpaid % (1 + min(self._unpaid // PLAIN, batch // 2)) == 0
+        self._unpaid += 1
+        for source in self.sources if asked else ():
             mine = [row for row in ids if row not in source.unable]
             if source.drafter is None or not mine:
                 continue
+            model = source.drafter.model
+            source.stopper.expect({one.id: model.outlook(one) for one in able if one.id not in source.unable})
             plan = source.stopper.make_plan(mine, batch=batch)
+            if plan.length:
+                self._unpaid = 0
             if plan.measures:
                 if plan.length:
                     return _Choice(source, plan)
@@ -422,7 +466,9 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
         self._seconds = time.draft + time.rest
         source, looked, passes = self._choice.source, bool(self._choice.lookups), self._lookup_costs.passes
         passes.reading = time.reads > CATCH_UP
-        if self._built or passes.reading:
+        if passes.reading and not self._built:
+            passes.learn_reading(time)
+        elif self._built or passes.reading:
             passes.interrupted()
         elif source is None:
             self._lookup_costs.learn(time)
@@ -437,6 +483,8 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
     def release(self, request_id: int) -> None:
         """Forget the request."""
         self._requests.pop(request_id, None)
+        if not self._requests:
+            self._largest = 0
         if self.lookup is not None:
             self.lookup.release(request_id)
         for source in self.sources:
@@ -446,7 +494,9 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
     def to_dict(self) -> dict[str, Any]:
         """The learned figures of all sources and of lookups, for a file."""
         found = {source.name: figures for source in self.sources if (figures := source.stopper.to_dict())}
-        return {**found, LOOKUP_KEY: self.lookup_rates.to_dict()} if found or self.lookup_rates.counts else {}
+        if not found and not self.lookup_rates.counts:
+            return {}
+        return {**found, LOOKUP_KEY: self.lookup_rates.to_dict(), PASSES_KEY: self._lookup_costs.to_dict()}
 
     def restore(self, found: dict[str, Any]) -> None:
         """Start from the figures of an earlier run.
@@ -455,6 +505,8 @@ class AutoDrafter(SessionDrafter, PreparedDrafter):
             KeyError, TypeError, ValueError, AttributeError: the figures have another form.
         """
         self.lookup_rates.restore(found[LOOKUP_KEY])
+        if not self.sources:
+            self._lookup_costs.restore(found[PASSES_KEY])
         for source in self.sources:
             if source.name in found:
                 source.stopper.restore(found[source.name])

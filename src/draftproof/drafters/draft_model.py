@@ -18,7 +18,7 @@ from draftproof.backends.cache.prefix_cache import PrefixCache
 from draftproof.drafters.base import DraftRequest, SessionDrafter
 from draftproof.errors import UserError, blamed_on
 from draftproof.sampling import LogitsCheck, SamplingParams, Transforms, probabilities, shaped
-from draftproof.stoppers.base import RoundTime, Stopper
+from draftproof.stoppers.base import Outlook, RoundTime, Stopper
 
 _UNLIKELY = -1e4  # stands for -inf
 
@@ -77,6 +77,14 @@ class DraftModel:
     def unread(self, session: Session, request: DraftRequest) -> list[int]:
         """Roll the request's session back to its committed tokens; return the tokens that it has not read."""
         return unread(session, request.tokens)
+
+    def outlook(self, request: DraftRequest) -> Outlook:
+        """What is known of the request before a round; a prefix that could be reused counts as unread."""
+        session = self._sessions.get(request.id)
+        read = 0 if session is None else session.length
+        return Outlook(
+            max(len(request.tokens) - 1 - read, 0), request.limit, len(request.tokens) == request.prompt_length
+        )
 
     def read(self, requests: Sequence[DraftRequest]) -> None:
         """Read all tokens of these requests but the last; see `SessionDrafter`."""
@@ -201,7 +209,13 @@ class ModelBacked(SessionDrafter):
 
     @override
     def read(self, parts: Sequence[DraftRequest]) -> None:
-        self.model.read(parts)
+        if self.stopper.reads_ahead:
+            self.model.read(parts)
+
+    def begin(self, requests: Sequence[DraftRequest]) -> None:
+        """Start a round: tell the stopper which requests are in it, and what is known of them."""
+        self.stopper.expect({request.id: self.model.outlook(request) for request in requests})
+        self.stopper.begin([request.id for request in requests], self.most)
 
     @override
     def ended(self, request_id: int, tokens: list[int]) -> None:

@@ -60,7 +60,7 @@ class ModelDrafter(ModelBacked):
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
         """Draft all rows together: each step is one forward pass of the draft model for the rows that still draft."""
-        self.stopper.begin([request.id for request in requests])
+        self.begin(requests)
         bounded = any(request.budget.most is not None for request in requests)
         stride = 1 if bounded else self._stride  # a budget waits for the device anyway
         self.model.checks.clear()

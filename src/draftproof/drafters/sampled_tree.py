@@ -106,7 +106,7 @@ class SampledTreeDrafter(ModelBacked):
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
         """Draft all rows together: each level is one forward pass of the draft model for the rows that still draft."""
-        self.stopper.begin([request.id for request in requests], self.most)
+        self.begin(requests)
         self.model.checks.clear()
         trees = [self._open(row, request) for row, request in enumerate(requests)]
         active = [tree for tree in trees if tree.limit > 0]

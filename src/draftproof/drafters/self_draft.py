@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+from typing_extensions import override
 
 from draftproof.backends.base import Session, unread
 from draftproof.backends.heads.self_draft import SelfDraftBackend
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.sampled_tree import chains_drafter
-from draftproof.stoppers.base import Stopper
+from draftproof.stoppers.base import Outlook, Stopper
 
 
 class SelfDraftModel(DraftModel):
@@ -31,6 +34,10 @@ class SelfDraftModel(DraftModel):
         assert request.session is not None, "the engine passes the target's session"
         unread(request.session, request.tokens)
         return self._part.borrow(request.session)
+
+    @override
+    def outlook(self, request: DraftRequest) -> Outlook:
+        return replace(super().outlook(request), unread=0)  # the target reads for both
 
     def read(self, requests: Sequence[DraftRequest]) -> None:
         """Does nothing: the target reads for both."""

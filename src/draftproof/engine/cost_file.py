@@ -25,7 +25,7 @@ from draftproof.files import Store
 from draftproof.native import numa, threads
 
 PAUSE = 30.0  # seconds between two writes while requests come and go
-VERSION = 9
+VERSION = 10
 _STORE = Store("costs", VERSION, most=256, most_bytes=1 << 26)  # a file for each pair of models
 _log = logging.getLogger(__name__)
 

@@ -94,6 +94,7 @@ class DrafterPart(Part):
     rates: AcceptanceRates = ASSUMED  # assumed acceptance rates before anything is counted
     # From context and argument: the assumed cost of a drafted token in target passes, before anything is measured.
     share: Callable[[DrafterContext, str], float] = field(default=lambda *_: 0.1)
+    all_products: bool = False  # whether it computes as many products as the target, with smaller weights
     branches: Callable[[str], bool] = field(default=lambda _: False)  # from the argument: whether its drafts may branch
     # From the argument: the number of i.i.d. chains; 1 for a tree.
     chains: Callable[[str], int] = field(default=lambda _: 1)
@@ -123,5 +124,5 @@ class DrafterPart(Part):
 def assuming(parts: DrafterContext, passes: DraftCosts) -> Auto:
     """The stopper `auto` of a drafter, with assumed costs and rates."""
     share = parts.part.share(parts, parts.argument)
-    costs = LearnedCosts(replace(UNKNOWN, draft=share + UNKNOWN.token), passes)
+    costs = LearnedCosts(replace(UNKNOWN, draft=share + UNKNOWN.token), passes, all_products=parts.part.all_products)
     return Auto(costs, assumed=parts.part.rates, catches_up=parts.part.catches_up, most=parts.budget)

@@ -130,7 +130,9 @@ def _auto_drafter(parts: DrafterContext, argument: str) -> Drafter:
         stopper = assuming(_named(parts, name), common)
         shown = f"model {parts.draft.name}" if name == "model" and parts.draft is not None else name
         steps = _steps(parts, name, stopper)
-        made = CandidateDrafter(shown, stopper, iter([next(steps)]) if name == argument else steps)
+        made = CandidateDrafter(
+            shown, stopper, iter([next(steps)]) if name == argument else steps, quick=part.name != "quantized"
+        )
         if part.traits.reads_states:
             made.build(0.0)  # the target keeps states for it from now on, and the first prompt may be read any time
         sources.append(made)
@@ -296,6 +298,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             traits=DrafterTraits(shares_cache=True, stationary=False),
             rates=QUANTIZED_RATES,
             share=_quantized_share,
+            all_products=True,
             branches=has_several_chains,
             chains=own_chain_count,
             check=_bits_and_chains,

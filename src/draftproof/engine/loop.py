@@ -236,6 +236,9 @@ class DecodingLoop(RequestIntake):
                     nodes=sum(map(len, drafts)) / len(rows),
                     # The time of a round that read a chunk, however small, says nothing about other rounds.
                     reads=PREFILL_CHUNK if plan.chunks else max(len(feed.tokens) for feed in feeds),
+                    prompt=sum(len(feed.tokens) for feed in feeds[: len(rows)])
+                    - len(rows)
+                    + sum(len(chunk.tokens) for chunk in plan.chunks),
                 )
             )
 

@@ -14,12 +14,13 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from draftproof.errors import UserError
-from draftproof.stoppers.base import AcceptanceRates, RoundTime, StopperBase
+from draftproof.stoppers.base import AcceptanceRates, Outlook, RoundTime, StopperBase
 from draftproof.stoppers.costs import LearnedCosts
 from draftproof.stoppers.fixed import MAX_LENGTH
 from draftproof.stoppers.rates import RequestRates, SharedRates
@@ -34,7 +35,9 @@ PROBE_SHARE = 0.01  # largest share of the time for probes at first; pauses are 
 TRIAL = 4  # default draft length of a trial: a round that measures what a draft costs
 CREDIT, REGAIN = 8.0, 1 / 32  # measuring rounds that are allowed: at first, and regained with each round
 CATCH_UP = 8  # rounds without a draft after which a draft model has much to read first
-READING = 0.12  # cost of one token that it reads then, of many at once, relative to a drafted one
+READING = 0.12  # cost of one token that it reads then, of many at once, relative to a drafted one; assumed at first
+CHEAP = 0.25  # cost of reading, in plain rounds, up to which one token may be tried though nothing was saved for it
+ANSWER, ANSWER_DECAY = 64.0, 0.9  # tokens of an answer that are assumed at first, and the weight of earlier answers
 STALE = (32, 1024)  # rounds without a draft after which the cost of drafts is measured again: at first, and later
 CACHE_SIZE = 4096  # number of cached choices
 
@@ -49,6 +52,7 @@ class DraftPlan:
     drafts: int = 1  # number of drafts of each request
     speed: float = 1.0  # expected speed relative to plain decoding
     measures: bool = False  # whether the round is run to measure costs, and not for its speed
+    only: int | None = None  # the request that drafts; None if all do
 
 
 class Auto(StopperBase):
@@ -107,6 +111,7 @@ class Auto(StopperBase):
         self._reads_much = False
         # plain rounds' time that drafts must still have gained, had there been any, before the draft model catches up
         self._owed: float | None = None
+        self._answer = ANSWER  # expected tokens of an answer
 
     @property
     def learned_costs(self) -> LearnedCosts | None:
@@ -116,6 +121,20 @@ class Auto(StopperBase):
     def use_plan(self, plan: DraftPlan) -> None:
         """Set the plan of the next round, for a caller that compared it with other drafters' plans."""
         self._preset = plan
+
+    @property
+    def reads_ahead(self) -> bool:  # type: ignore[override]  # a constant in the base class
+        """Whether the newest round had a draft that was expected to gain, so that new requests will draft, too."""
+        return self.plan is None or (self.plan.length > 0 and not self.plan.measures)
+
+    def expect(self, outlooks: Mapping[int, Outlook]) -> None:
+        """Note what the draft model would have to read for each request, and how long its draft may be."""
+        for row, outlook in outlooks.items():
+            state = self._state(row)
+            state.unread = outlook.unread
+            state.limit = outlook.limit
+        if self.learned_costs is not None and any(outlook.fresh for outlook in outlooks.values()):
+            self.learned_costs.passes.reading = True
 
     def begin(self, rows: Sequence[int], most: int = 1) -> None:
         """Set the size of the batch and the largest number of drafts; choose for all rows if costs are shared."""
@@ -129,31 +148,39 @@ class Auto(StopperBase):
         self._drafts.clear()
         self._widest = 1
         self._accepted = 0
-        self._reads_much = self._catches_up and self._must_catch_up([self._state(row) for row in rows])
+        drafting = rows if plan is None or plan.only is None else [plan.only]
+        self._reads_much = self._catches_up and self._must_catch_up([self._state(row) for row in drafting])
 
     def make_plan(self, rows: Sequence[int], most: int = 1, batch: int = 1) -> DraftPlan:
         """The plan for a round of `batch` requests, of which these rows may draft together."""
         self._batch = max(batch, 1)
         self._most_drafts = most
-        members = [self._state(row) for row in rows]
-        best = self._choice(members)
+        members = {row: self._state(row) for row in rows}
+        best = self._choice(list(members.values()))
         learned = self.learned_costs
         if learned is not None and (forced := self._measuring_plan(learned, members, best)) is not None:
             return forced
-        if best.length and self._waits(members, best.speed - 1):
+        if best.length and self._waits(list(members.values()), best):
             return DraftPlan()
-        if not best.length and 2 * sum(self._may_probe(one) for one in members) > len(members):
+        if not best.length and 2 * sum(self._may_probe(one) for one in members.values()) > len(members):
             return self._trial(members, PROBE) or best
         return best
 
+    def promise(self, batch: int) -> float:
+        """The expected speed relative to plain decoding in a batch of new requests; 1 if drafts would not pay."""
+        self._batch = max(batch, 1)
+        self._most_drafts = 1
+        known = None if self.shared_rates is None else self.shared_rates.expected(1)
+        return self._choice([RequestRates(assumed=known or self.assumed)] * self._batch).speed
+
     def _measuring_plan(
-        self, costs: LearnedCosts, members: Sequence[RequestRates], best: DraftPlan
+        self, costs: LearnedCosts, members: Mapping[int, RequestRates], best: DraftPlan
     ) -> DraftPlan | None:
         """A measuring round, if estimates of costs are missing or old; else None."""
         batch = self._batch
         self._unused += 1
         if costs.passes.reading:  # a round that also reads a prompt measures nothing
-            return None
+            return DraftPlan() if costs.lacks(batch) and self._missed(members.values()) > CHEAP else None
         if costs.passes.is_old(batch) and best.length:
             return DraftPlan(measures=True)
         if self._unused > self._stale:
@@ -165,61 +192,106 @@ class Auto(StopperBase):
             trial = self._trial(members, max(best.length, 2), rounds=self._again)
             self._again -= trial is not None
             return trial
-        hopeless = not best.length and costs.knows_fewer(batch)  # they pay even less than in smaller batches
+        return self._first_trial(costs, members, best)
+
+    def _first_trial(
+        self, costs: LearnedCosts, members: Mapping[int, RequestRates], best: DraftPlan
+    ) -> DraftPlan | None:
+        """A measuring round while costs are unknown, unless drafts would not pay anyway; else None."""
+        batch = self._batch
+        # They pay even less than in smaller batches, or than by the time of reading prompts or an earlier run.
+        hopeless = not best.length and (costs.knows_fewer(batch) or costs.passes.is_foretold(batch))
         if not costs.lacks(batch) or self._credit < 1 or hopeless:
             return None
         if not costs.passes.last_was_plain and costs.passes.lacks(batch):
             self._credit -= 1
             return DraftPlan(measures=True)
-        rounds = 1 + (self._catches_up and self._must_catch_up(members))
+        rounds = 1 + (self._catches_up and self._must_catch_up(members.values()))
         self._credit -= 1
         wanted = min(best.length or TRIAL, 2 * TRIAL)
+        if (trial := self._trial(members, wanted, best.drafts, rounds)) is not None:
+            return trial
         # A debt may come from one outlier, and only a trial shows that.
-        return self._trial(members, wanted, best.drafts, rounds) or DraftPlan(1, best.drafts, measures=True)
+        for rows, only in self._ways(members):
+            if self._missed(rows) <= CHEAP:
+                return DraftPlan(1, best.drafts, measures=True, only=only)
+        return None
 
-    def _waits(self, members: Sequence[RequestRates], gain: float) -> bool:
+    def _waits(self, members: Sequence[RequestRates], best: DraftPlan) -> bool:
         """Whether a draft model should not read yet what others have drafted, since a request may end before that pays.
 
         It waits until drafts would have gained what reading cost at first. So whenever the request ends, not much more
-        than twice that cost is lost.
+        than twice that cost is lost. For new requests it reads at once if a usual answer pays for twice that.
         """
-        missed = self._missed(members)
+        missed, gain = self._missed(members), best.speed - 1
+        if missed > CHEAP and all(state.unread is not None for state in members):
+            gain = self._choice(members, hopeful=False).speed - 1
+        rounds = statistics.fmean(min(state.limit + 1, self._answer) for state in members)
+        if all(state.idle <= CATCH_UP for state in members) and 2 * missed <= gain * rounds:
+            self._owed = None
+            return False
         if self._owed is None:
             self._owed = missed
         self._owed -= gain
-        if missed and self._owed > 0:
+        if missed and (self._owed > 0 or missed > gain * statistics.fmean(state.limit + 1 for state in members)):
             return True
         self._owed = None
         return False
 
-    def _missed(self, members: Sequence[RequestRates]) -> float:
-        """What a draft model's reading of tokens that it missed costs, in plain rounds; nothing for new requests."""
-        tokens = sum(state.idle for state in members if state.idle > CATCH_UP) if self._catches_up else 0
-        return READING * tokens / self._batch * self.costs.at(self._batch).draft
+    def _missed(self, members: Iterable[RequestRates]) -> float:
+        """What a draft model's reading of tokens that it missed costs, in plain rounds.
+
+        Where the stopper is not told what was missed, that is nothing for new requests.
+        """
+        tokens = sum(map(_unread, members)) if self._catches_up else 0
+        if not tokens:
+            return 0.0
+        known = None if self.learned_costs is None else self.learned_costs.read(self._batch)
+        return tokens * (READING / self._batch * self.costs.at(self._batch).draft if known is None else known)
+
+    def _ways(self, members: Mapping[int, RequestRates]) -> Iterator[tuple[list[RequestRates], int | None]]:
+        """Who may draft in a measuring round: all; or if the draft model must read, the request with least to read."""
+        yield list(members.values()), None
+        if len(members) > 1 and self.learned_costs is not None and self._missed(members.values()) > CHEAP:
+            row = min(members, key=lambda row: _unread(members[row]))
+            yield [members[row]], row
 
     def _trial(
-        self, members: Sequence[RequestRates], length: int, drafts: int = 1, rounds: int = 1
+        self, members: Mapping[int, RequestRates], length: int, drafts: int = 1, rounds: int = 1
     ) -> DraftPlan | None:
         """A measuring round with drafts of this length or shorter ones, if the expected loss is allowed."""
-        costs, others = self.costs.at(self._batch), self._batch - len(members)
-        sums = _sums([tokens_by_length(*one.expected(drafts), self.limit) for one in members], self._most)
+        costs = self.costs.at(self._batch)
         allowance = None if self.learned_costs is None else self.learned_costs.passes.allowance
-        for n in sorted({min(length, self.limit), min(2, length), 1}, reverse=True):
-            made, cost = (sums[n] + others) / self._batch, costs.of(n, drafts, self._share) / costs.of(0)
-            loss = rounds * (cost - made) + self._missed(members)
-            if allowance is None or allowance.affords(loss, self._batch, short=n == 1):
-                return DraftPlan(n, drafts, made / cost, measures=True)
+        for rows, only in self._ways(members):
+            others, missed = self._batch - len(rows), self._missed(rows)
+            sums = _sums([tokens_by_length(*one.expected(drafts), self.limit) for one in rows], self._most)
+            if only is not None:
+                costs = self._costs_of_one(costs)
+            wanted = length if only is None else max(length, TRIAL)  # one request costs little, and shows little
+            for n in sorted({min(wanted, self.limit), min(2, wanted), 1}, reverse=True):
+                made, cost = (sums[n] + others) / self._batch, costs.of(n, drafts, self._share) / costs.of(0)
+                loss = rounds * (cost - made)
+                if allowance is None or allowance.affords(
+                    loss, self._batch if only is None else 1, short=n == 1 and missed <= CHEAP, once=missed
+                ):
+                    return DraftPlan(n, drafts, made / cost, measures=True, only=only)
         return None
 
+    def _costs_of_one(self, costs: RoundCosts) -> RoundCosts:
+        """Costs of a round in which one request of the batch drafts."""
+        assert self.learned_costs is not None, "one request drafts to measure costs"
+        share = 1 / self.learned_costs.passes.ratio(self._batch, 1)
+        return replace(costs, draft=share * costs.draft, more=share * costs.more, token=costs.token / self._batch)
+
     @staticmethod
-    def _must_catch_up(members: Sequence[RequestRates]) -> bool:
+    def _must_catch_up(members: Iterable[RequestRates]) -> bool:
         """Whether a separate draft model has much to read first."""
-        return any(state.idle > CATCH_UP or not state.counts for state in members)
+        return any(_unread(state) or (state.unread is None and not state.counts) for state in members)
 
     def length(self, row: int) -> int:
         """The best length; if it is 0, occasionally the length of a probe."""
         if self.plan is not None:
-            return self.plan.length
+            return self.plan.length if self.plan.only in (None, row) else 0
         state = self._state(row)
         return self._choice([state]).length or (min(PROBE, self.limit) if self._may_probe(state) else 0)
 
@@ -234,6 +306,7 @@ class Auto(StopperBase):
         """Update the row's rates."""
         state = self._state(row)
         self._accepted += accepted
+        state.emitted += accepted + 1
         if not drafted:
             state.rest()
             return
@@ -251,15 +324,17 @@ class Auto(StopperBase):
                 self._stale = STALE[0]
         learned.passes.reading = time.reads > CATCH_UP
         if learned.passes.reading:
-            learned.passes.interrupted()
+            learned.passes.learn_reading(time)
         else:
-            learned.learn(time, self._widest, drafting=not self._reads_much)
-            learned.settle(time, self._accepted / time.rows, caught_up=self._reads_much)
+            few = None if self.plan is None or self.plan.only is None else 1
+            learned.learn(time, self._widest, drafting=not self._reads_much, rows=few)
+            learned.settle(time, self._accepted / time.rows, caught_up=self._reads_much, rows=few)
         self._accepted = 0
 
     def release(self, row: int) -> None:
         """Forget the row."""
-        self._rows.pop(row, None)
+        if (state := self._rows.pop(row, None)) is not None and state.emitted:
+            self._answer = ANSWER_DECAY * self._answer + (1 - ANSWER_DECAY) * state.emitted
         self._drafts.pop(row, None)
 
     @property
@@ -272,7 +347,7 @@ class Auto(StopperBase):
         if (
             self.learned_costs is None
             or self.shared_rates is None
-            or not (costs := self.learned_costs.to_dict())["draft"]
+            or not any((costs := self.learned_costs.to_dict()).values())
         ):
             return {}
         return {"costs": costs, "rates": self.shared_rates.to_dict()}
@@ -310,10 +385,11 @@ class Auto(StopperBase):
         """Mean number of drafted tokens that a request may have."""
         return self._most / self._batch
 
-    def _choice(self, members: Sequence[RequestRates]) -> DraftPlan:
-        """The best plan for these requests together."""
+    def _choice(self, members: Sequence[RequestRates], *, hopeful: bool = True) -> DraftPlan:
+        """The best plan for these requests together, with hopeful or with expected rates."""
         numbers = [1 << power for power in range(self._most_drafts.bit_length()) if 1 << power < self._most_drafts]
-        rates = tuple(sorted((n, *one.hopeful(n)) for n in (*numbers, self._most_drafts) for one in members))
+        kinds = [(n, one) for n in (*numbers, self._most_drafts) for one in members]
+        rates = tuple(sorted((n, *(one.hopeful(n) if hopeful else one.expected(n))) for n, one in kinds))
         case = self.learned_costs.version if self.learned_costs else 0, self._batch, rates
         if case not in self._best:
             if len(self._best) >= CACHE_SIZE:
@@ -327,6 +403,12 @@ class Auto(StopperBase):
             gain = sums[drafts][length] / sums[drafts][0] * costs.of(0) / costs.of(length, drafts, self._share)
             self._best[case] = DraftPlan(length, drafts, gain if length else 1.0)
         return self._best[case]
+
+
+def _unread(state: RequestRates) -> int:
+    """Tokens that a draft model has missed, as far as they are known; 0 for few, which are read with the next draft."""
+    tokens = state.idle if state.unread is None else state.unread
+    return tokens if tokens > CATCH_UP else 0
 
 
 def _sums(each: Sequence[Sequence[float]], most: float) -> list[float]:

@@ -14,7 +14,7 @@ know that token, so the chain may end before it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -58,6 +58,7 @@ class RoundTime:
         nodes: mean number of drafted tokens of a request; above `depth` if drafts branch, below it if some requests
             have short drafts or none.
         reads: largest number of tokens of a request that the target read besides its draft.
+        prompt: tokens that the target read besides drafts and the newest token of each request, over all requests.
     """
 
     draft: float
@@ -66,6 +67,22 @@ class RoundTime:
     depth: int
     nodes: Mean
     reads: int = 1
+    prompt: int = 0
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a drafter knows of a request before a round.
+
+    Attributes:
+        unread: tokens that the draft model has not read, the newest one not counted.
+        limit: the most tokens that a draft may have; the request ends after one more.
+        fresh: whether the target reads the request's prompt in this round.
+    """
+
+    unread: int
+    limit: int
+    fresh: bool
 
 
 @runtime_checkable
@@ -99,6 +116,13 @@ class Stopper(Protocol):
     @property
     def timed(self) -> bool:
         """Whether its decisions depend on the time of earlier rounds."""
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the draft model should read parts of a prompt with the target, since drafts are likely."""
+
+    def expect(self, outlooks: Mapping[int, Outlook]) -> None:
+        """Called before `begin` with what is known of each row."""
 
     def begin(self, rows: Sequence[int], most: int = 1) -> None:
         """Called before each round, with the rows that draft in it and the largest number of drafts for each row."""
@@ -136,10 +160,14 @@ class StopperBase:
     reads_logits = False
     reads_predictions = False
     timed = False
+    reads_ahead = True
 
     def __init__(self, name: str, limit: int) -> None:
         self.name = name
         self.limit = limit
+
+    def expect(self, outlooks: Mapping[int, Outlook]) -> None:
+        """Does nothing: the decision does not depend on what drafts cost."""
 
     def begin(self, rows: Sequence[int], most: int = 1) -> None:
         """Does nothing: the decision does not depend on the other rows."""

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from draftproof.stoppers.base import Mean, RoundTime
 from draftproof.theory.cost import RoundCosts
 
+READINGS = 8  # newest figures that count, of the cost of reading
 WINDOW, PAIRS = 32, 12  # newest figures that count: of drafting, and of neighbouring rounds, which are fewer
 TRIALS = 3  # rounds of each kind that are needed before costs count as known
 REFRESH = (4, 128)  # drafted rounds after which a plain round is measured again: at first, and later
@@ -26,6 +27,11 @@ SHORT, LONG = 1.0, 8.0  # numbers of drafted tokens at which the assumed line co
 DOUBT = 1.5  # figures further from the line than this factor contradict it
 OUTLIER = 3.0  # figures further from the others than this factor do not count
 LOSS, REGAIN, DEBT = 2.0, 0.01, 2.0  # plain rounds of one request: allowed loss at first, gain per round, largest debt
+SAVED = 4.0  # the most that is saved for measuring rounds that lose much, in plain rounds of one request
+LONG_READ = 16  # tokens of prompts in a round from which the cost of reading is learned
+FEW = 0.25  # drafted tokens of a request, on average, below which a round says too little about their cost
+LARGEST = 0.95  # largest share of a plain round that is reckoned with for products
+READ_SHARE = 0.5  # assumed cost of a drafted token in the target's pass, relative to one that is read among many
 UNSETTLED = 6  # drafted rounds of one request whose gain is counted later, while costs are hardly known
 UNKNOWN = RoundCosts(target=1.0, draft=0.35, token=0.02, more=0.05, begin=0.05)
 
@@ -86,6 +92,11 @@ class Line:
         kinds = [math.frexp(x)[1] for x, *_ in self.figures]
         most = max(set(kinds), key=kinds.count)
         del self.figures[kinds.index(most)]
+
+    @property
+    def known(self) -> bool:
+        """Whether there are figures, of this run or of an earlier one."""
+        return self.kept > 0 or bool(self.figures)
 
     @property
     def lacks(self) -> bool:
@@ -156,17 +167,22 @@ class Allowance:
     def __init__(self) -> None:
         self.left = LOSS
 
-    def affords(self, loss: float, rows: int, *, short: bool = False) -> bool:
+    def affords(self, loss: float, rows: int, *, short: bool = False, once: float = 0.0) -> bool:
         """Whether a trial with this expected loss is allowed; a short one always is, unless there is a debt.
 
-        The expectation may be wrong, and only a trial corrects it. TRIALS of them are needed.
+        The expectation may be wrong, and only a trial corrects it. TRIALS of them are needed; what they lose `once` is
+        not lost again.
         """
-        return TRIALS * loss * math.sqrt(rows) <= self.left or (short and self.left >= 0)
+        return (TRIALS * loss + once) * math.sqrt(rows) <= self.left or (short and self.left >= 0)
 
     def settle(self, gained: float, rows: int) -> None:
         """Add the gain of a round over plain decoding, in plain rounds; negative for a loss."""
         scale = math.sqrt(rows)
-        self.left = max(min(self.left + REGAIN + gained * scale, LOSS), -DEBT * scale)
+        self.left = max(min(self.left + REGAIN + gained * scale, SAVED), -DEBT * scale)
+
+    def earn(self, rounds: float) -> None:
+        """Add what so many plain rounds' time regains."""
+        self.left = min(self.left + REGAIN * rounds, SAVED)
 
     def forgive(self) -> None:
         """End a debt, since losses were counted with costs that were far too high."""
@@ -187,19 +203,66 @@ class DraftCosts:
         self._since: dict[int, int] = {}
         self._pause: dict[int, int] = {}
         self._plain: dict[int, float] = {}  # rest of the newest plain round, in seconds
+        # by number of requests: the newest round that read prompts, till a plain round follows; and the newest costs of
+        # a token that is read among many, in plain rounds
+        self._read: dict[int, RoundTime] = {}
+        self._asking = 0  # the number of requests of that round
+        self._reading: dict[int, deque[float]] = {}
         self.version = 0  # rises with every figure
+        self._assumed: dict[int, int] = {}  # version for which the line of a number of requests was assumed
         self.allowance = Allowance()
         self.reading = False  # whether the newest round read a prompt; the next one may, too
 
     def line(self, rows: int) -> Line:
-        """Cost of drafted tokens beyond the plain round, by their number, for `rows` requests."""
+        """Cost of drafted tokens beyond the plain round, by their number, for `rows` requests.
+
+        Without a figure it is assumed from those of other numbers of requests, and from the cost of reading.
+        """
         size = size_class(rows)
-        if size not in self._lines:
-            known = [other for other, line in self._lines.items() if line.kept or line.figures]
+        line = self._lines.get(size)
+        if line is None or (not line.known and self._assumed.get(size) != self.version):
+            self._assumed[size] = self.version
+            known = [other for other, line in self._lines.items() if line.known]
             near = min(known, key=lambda other: (other > size, abs(other - size)), default=None)
             start, slope = (1.0, self._token) if near is None else self._lines[near].fitted
-            self._lines[size] = self._new_line(start, slope if near is None else _of_more(slope, size / near))
+            slope = slope if near is None else _of_more(slope, size / near)
+            read = self.read(size)
+            self._lines[size] = self._new_line(start, slope if read is None else max(slope, READ_SHARE * size * read))
         return self._lines[size]
+
+    def read(self, rows: int) -> float | None:
+        """Cost of one token that is read among many, in plain rounds of `rows` requests; None if nothing is known."""
+        size = size_class(rows)
+        near = min(self._reading, key=lambda other: abs(other - size), default=None)
+        if near is None:
+            return None
+        cost = statistics.median(self._reading[near])  # a round of r requests takes a + b r, and a token costs b
+        return cost / max(1 + (size - near) * cost, cost * size)
+
+    def ratio(self, rows: int, other: int) -> float:
+        """The time of a plain round of `rows` requests, relative to that of a plain round of `other` requests."""
+        slope = min(self.line(rows).fitted[1], 1.0)
+        one = slope / (rows - (rows - 1) * slope)  # of one more token of one request, in its plain rounds
+        return (1 + (rows - 1) * one) / (1 + (other - 1) * one)
+
+    def learn_reading(self, time: RoundTime) -> None:
+        """Note a round that read prompts: its time is compared with that of the next plain round."""
+        self.interrupted()
+        size = size_class(time.rows)
+        if not time.nodes and time.prompt >= LONG_READ:
+            self._read[size] = time
+            self._asking = size
+            if (read := self.read(size)) is not None:
+                self.allowance.earn(1 + read * time.prompt)
+
+    def _compare_reading(self, time: RoundTime) -> None:
+        """The cost of reading from the newest round that read prompts, and a plain round of as many requests."""
+        size = size_class(time.rows)
+        if (reading := self._read.pop(size, None)) is not None and time.rest > 0:
+            cost = (reading.rest / time.rest - 1) / reading.prompt
+            if cost > 0:
+                self._reading.setdefault(size, deque(maxlen=READINGS)).append(cost)
+                self.version += 1
 
     @staticmethod
     def _new_line(start: float, slope: float, kept: int = 0) -> Line:
@@ -214,8 +277,9 @@ class DraftCosts:
         """Add a round."""
         line, size, other = self.line(time.rows), size_class(time.rows), self._newest
         # A plain round is only compared with its neighbours: a single outlier must not look like a change.
-        if other is not None and size_class(other.rows) == size and bool(other.nodes) != bool(time.nodes):
-            wide, plain = (time, other) if time.nodes else (other, time)
+        wide, plain = (time, other) if time.nodes else (other, time)
+        same = other is not None and size_class(other.rows) == size and bool(other.nodes) != bool(time.nodes)
+        if same and wide is not None and plain is not None and wide.nodes >= FEW:
             before = self.rest(time.rows, wide.nodes)
             line.add(wide.nodes, wide.rest / max(plain.rest, 1e-9), wide.nodes)
             self.version += 1
@@ -231,6 +295,7 @@ class DraftCosts:
                     self._pause[size] = REFRESH[0]
             return
         self._plain[size] = time.rest
+        self._compare_reading(time)
         if self.is_old(time.rows):
             self._since[size] = 0
             self._pause[size] = min(2 * self._pause.get(size, REFRESH[0]), REFRESH[1])
@@ -248,6 +313,17 @@ class DraftCosts:
         size = size_class(rows)
         return self._since.get(size, 0) >= self._pause.get(size, REFRESH[0])
 
+    def asks_for_plain(self, rows: int) -> bool:
+        """Whether a plain round now gives the first figure of all: what reading costs. It is asked for once."""
+        asks = self._asking == size_class(rows) and not self._reading and not self.line(rows).known
+        self._asking = 0
+        return asks
+
+    def is_foretold(self, rows: int) -> bool:
+        """Whether the costs of this number of requests are no mere guess, though nothing was drafted yet."""
+        line = self.line(rows)
+        return not line.doubts and (line.kept > 0 or (bool(self._reading) and not line.figures))
+
     @property
     def last_was_plain(self) -> bool:
         """Whether the newest round was plain and comparable."""
@@ -258,10 +334,24 @@ class DraftCosts:
         known = {size: line for size, line in self._lines.items() if line.kept or len(line.figures) >= TRIALS}
         return {str(size): list(line.fitted) for size, line in known.items()}
 
+    def reading_to_dict(self) -> dict[str, float]:
+        """The costs of reading by number of requests, for a file."""
+        return {str(size): statistics.median(costs) for size, costs in self._reading.items()}
+
+    def restore_reading(self, found: dict[str, Any]) -> None:
+        """Start from costs that `reading_to_dict` returned in an earlier run."""
+        costs = {int(size): float(cost) for size, cost in found.items()}
+        if any(size < 1 or not 0 < cost < math.inf for size, cost in costs.items()):
+            raise ValueError(f"expected finite costs of reading above 0, got {costs}")
+        for size, cost in costs.items():
+            self._reading.setdefault(size, deque([cost], maxlen=READINGS))
+        self.version += 1
+
     def restore(self, found: dict[str, Any]) -> None:
         """Start from figures that `to_dict` returned in an earlier run."""
         for size, line in _stored_lines(found).items():
-            self._lines.setdefault(size, self._new_line(*line, kept=TRIALS))
+            if not self.line(size).known:
+                self._lines[size] = self._new_line(*line, kept=TRIALS)
         self.version += 1
 
 
@@ -276,10 +366,11 @@ class LearnedCosts:
 
     assumed: RoundCosts = UNKNOWN
     passes: DraftCosts = field(default_factory=DraftCosts)
+    all_products: bool = False  # whether drafting a token takes as many products as a pass of the target
     _drafting: dict[int, Line] = field(default_factory=dict)
     _more: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _current: dict[int, RoundCosts] = field(default_factory=dict)
-    _unsettled: deque[tuple[RoundTime, Mean, bool]] = field(default_factory=deque)  # arguments of `settle`
+    _unsettled: deque[tuple[RoundTime, Mean, bool, int]] = field(default_factory=deque)  # arguments of `settle`
     _version: int = -1  # of the passes that `_current` and the fits of drafting are for
 
     @property
@@ -310,18 +401,50 @@ class LearnedCosts:
 
     def _line(self, size: int) -> Line:
         self._follow_passes()
-        if size not in self._drafting:
-            smaller = max((known for known in self._drafting if known < size), default=None)
+        if size not in self._drafting or not self._drafting[size].known:
+            smaller = max(
+                (other for other, line in self._drafting.items() if other < size and line.known), default=None
+            )
             assumed = (self.assumed.begin, self.assumed.draft)
             start, slope = assumed if smaller is None else self._drafting[smaller].fitted
+            if self.all_products:
+                slope = self._with_all_products(slope, smaller, size)
             self._drafting[size] = Line(start, slope, unit=partial(self.passes.rest, size), least=0.5)
         return self._drafting[size]
 
-    def learn(self, time: RoundTime, drafts: int = 1, *, drafting: bool = True) -> None:
-        """Add a round; `drafting` is false if a draft model first had to read other tokens."""
+    def read(self, rows: int) -> float | None:
+        """Cost of a token that the draft model reads among many, in plain rounds of `rows` requests, if it is known.
+
+        It is to the target's cost of reading as a pass of the draft model is to the target's.
+        """
+        read = self.passes.read(rows)
+        return None if read is None else read * self.at(rows).draft
+
+    def _with_all_products(self, slope: float, smaller: int | None, size: int) -> float:
+        """The cost of a drafted token in a batch of `size`, from that in a smaller batch or from the share of bytes.
+
+        A plain round of r requests takes a + b r: it reads weights in the time a, and has products of each request.
+        """
+        few = 0.0 if smaller is None else min(self.passes.line(smaller).fitted[1], LARGEST)
+        many = min(self.passes.line(size).fitted[1], 1.0)
+        return max((slope - few) / (1 - few), 0.0) * (1 - many) + many
+
+    def learn(self, time: RoundTime, drafts: int = 1, *, drafting: bool = True, rows: int | None = None) -> None:
+        """Add a round.
+
+        Args:
+            time: of the round.
+            drafts: number of drafts of each request.
+            drafting: false if a draft model first had to read other tokens.
+            rows: number of requests with drafts, if others had none.
+        """
         if time.depth and drafting and time.rest > 0:
-            line = self._line(size_class(time.rows))
-            if drafts == 1:
+            few = time.rows if rows is None else rows
+            line = self._line(size_class(few))
+            if few < time.rows:
+                share = time.draft / time.rest * self.passes.rest(time.rows, time.nodes)
+                line.add(time.depth, share * self.passes.ratio(time.rows, few), 0)
+            elif drafts == 1:
                 line.add(time.depth, time.draft / time.rest, time.nodes)
             else:
                 start, slope = line.fitted
@@ -329,20 +452,22 @@ class LearnedCosts:
                 self._more.append(max(share - start - slope * time.depth, 0.0) / time.depth / (drafts - 1))
         self.passes.learn(time)
 
-    def settle(self, time: RoundTime, accepted: Mean, *, caught_up: bool = False) -> None:
+    def settle(self, time: RoundTime, accepted: Mean, *, caught_up: bool = False, rows: int | None = None) -> None:
         """Count the gain of a round over plain decoding; the first drafts are counted when costs are better known.
 
         Rounds of many requests cost more and measure more, so fewer of them wait to be counted. `accepted` is the mean
-        over the requests; `caught_up` says whether the draft model first had to read other tokens.
+        over the requests; `caught_up` says whether the draft model first had to read other tokens, and `rows` how many
+        requests had drafts, if others had none.
         """
+        few = time.rows if rows is None else rows
         if not time.depth:
             self.passes.allowance.settle(0.0, time.rows)
             return
-        self._unsettled.append((time, accepted, caught_up))
-        most = UNSETTLED // time.rows
+        self._unsettled.append((time, accepted, caught_up or few < time.rows, few))
+        most = UNSETTLED // few
         while self._unsettled and (len(self._unsettled) > most or not self.lacks(time.rows)):
-            settled = self._unsettled.popleft()
-            self.passes.allowance.settle(self._gained(*settled), settled[0].rows)
+            settled, made, read, drafting = self._unsettled.popleft()
+            self.passes.allowance.settle(self._gained(settled, made, read), drafting)
 
     def _gained(self, time: RoundTime, accepted: Mean, caught_up: bool) -> float:
         """The gain of a round, in plain rounds; the time of drafting is the measured or the expected one, if less.
@@ -356,7 +481,8 @@ class LearnedCosts:
 
     def lacks(self, rows: int) -> bool:
         """Whether there are too few figures for this number of requests to choose by them."""
-        return self._line(size_class(rows)).lacks or self.passes.lacks(rows)
+        drafting = self._line(size_class(rows)).lacks and not self.knows_fewer(rows)
+        return drafting or self.passes.lacks(rows)
 
     def knows_fewer(self, rows: int) -> bool:
         """Whether there are enough figures for some smaller number of requests."""
@@ -370,12 +496,14 @@ class LearnedCosts:
             "draft": {str(size): list(line.fitted) for size, line in known.items()},
             "spread": {str(size): round(line.spread, 3) for size, line in known.items()},
             "rest": self.passes.to_dict(),
+            "read": self.passes.reading_to_dict(),
         }
 
     def restore(self, found: dict[str, Any]) -> None:
         """Start from figures that `to_dict` returned in an earlier run; contradicting figures soon replace them."""
         lines = _stored_lines(found["draft"])
         self.passes.restore(found["rest"])
+        self.passes.restore_reading(found.get("read", {}))
         for size, line in lines.items():
             self._drafting[size] = Line(*line, kept=TRIALS, unit=partial(self.passes.rest, size), least=0.5)
 

@@ -102,6 +102,9 @@ class RequestRates:
     counts: dict[int, RateCounts] = field(default_factory=dict)  # by kind of draft
     idle: int = 0  # rounds since the last draft
     patience: int = 1  # factor of the pause before the next probe
+    unread: int | None = None  # tokens that the draft model has not read; None if that is not known
+    limit: float = math.inf  # the most tokens that a draft may have
+    emitted: int = 0  # tokens since the first round
     memory: int = FORGET_IDLE[0]  # rounds without a draft until the counts are forgotten
     _expected: dict[int, tuple[float, float]] = field(default_factory=dict)  # by kind, since the last change
     _version: int = -1  # of the shared rates that these are for
