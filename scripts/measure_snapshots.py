@@ -457,7 +457,7 @@ def section(name: str, dtype: str, figures: Mapping[str, Any], before: Mapping[s
         (
             length,
             f"{single[f'{length}'] / single['1']:.2f}",
-            f"{(single[f'{length} restored'] - single[f'{length}']) / single['1']:.2f}",
+            f"{round((single[f'{length} restored'] - single[f'{length}']) / single['1'], 2) + 0:.2f}",
         )
         for length in lengths
     ]

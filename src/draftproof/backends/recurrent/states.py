@@ -54,7 +54,8 @@ class State:
     def before(self, tokens: int) -> State:
         """The state so many tokens earlier, which are held."""
         assert tokens <= self.replayed, "only held tokens can be taken out of a state"
-        return replace(self, replayed=self.replayed - tokens)
+        left = self.replayed - tokens
+        return replace(self, held=self.held if left else {}, replayed=left)
 
     def alone(self) -> State:
         """The same in tensors of its own."""
