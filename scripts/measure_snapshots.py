@@ -40,6 +40,7 @@ from draftproof import Engine, SamplingParams
 from draftproof.backends.base import Feed, FeedOutput, rounding
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.options import LoadOptions
+from draftproof.backends.loading.stored_backends import rounded
 from draftproof.draft import Draft
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.drafters.ngram import point_chain, with_probabilities
@@ -360,9 +361,8 @@ def loaded(config: Any, dtype: str, folder: Path, options: argparse.Namespace) -
     own = transformers_ms(model, min(options.tokens, 24)) if dtype in FLOATS else None
     model.save_pretrained(folder)
     del model
-    more = {} if dtype in FLOATS else {"weights": dtype}
-    target = load_backend(str(folder), LoadOptions(dtype=dtype if dtype in FLOATS else "bfloat16", **more))
-    return target, own, weights
+    target: Any = load_backend(str(folder), LoadOptions(dtype=dtype if dtype in FLOATS else "bfloat16"))
+    return target if dtype in FLOATS else rounded(target, 4), own, weights
 
 
 def measure(name: str, config: Any, dtype: str, options: argparse.Namespace) -> dict[str, Any]:
