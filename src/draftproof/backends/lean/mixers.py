@@ -173,7 +173,7 @@ class Mixer(Immutable):
         """A recurrent state after tokens whose inputs are held as native.c writes them."""
         given = self.arguments
         sizes = [given.key_heads * given.dim, given.heads * given.size, given.heads, given.heads]
-        keys, values, decays, betas = inputs.split(sizes, -1)
+        keys, values, decays, betas = torch.split(inputs, sizes, -1)
         keys = keys.unflatten(-1, (given.key_heads, given.dim))
         values = values.unflatten(-1, (given.heads, given.size))
         operations = native.operations_for(values)
