@@ -22,6 +22,7 @@ def parser(doc: str | None, *, out: bool = False) -> argparse.ArgumentParser:
         out: whether the script must be told where to write.
     """
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--out", type=Path, required=out, help="writes OUT.md and OUT.json")
     made.add_argument("--json", action="store_true", help="prints the figures as JSON, not the page")

@@ -1,11 +1,13 @@
 """Measure what published draft heads cost on a CPU, and the speed-up that follows at given acceptance rates.
 
-    python scripts/measure_heads.py [--head NAME ...] [--tokens 64] [--length 4] [--out docs/results/heads]
+    python scripts/measure_heads.py [--head NAME ...] [--tokens 64] [--length 4] [--out docs/results/heads] [--resume]
 
 Target and heads have random weights and the shapes of real ones, since costs do not depend on what weights say. Each
 head drafts at its full cost; then its tokens are replaced by the target's own, each made wrong with a given
-probability, so that the acceptance rate is what it should be. Requests with and without drafts are decoded in turns,
-one thread, processor time.
+probability, so that the acceptance rate is what it should be. Beside it stands a round with the same drafts for
+nothing. Requests without drafts, with free ones and with the head's are decoded in turns, one thread, processor time.
+
+With `--resume`, heads that OUT.json has are not measured again, so one head after another may be measured.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,37 +25,49 @@ from typing import Any
 import common
 import torch
 import transformers
-from measure_snapshots import RATES, Oracle, Run, run
+from measure_snapshots import (
+    RATES,
+    Oracle,
+    calm,
+    prediction_layer_target,
+    qwen3_5,
+    read_figures,
+    replacing,
+    run,
+    turns,
+)
 
 from draftproof.backends.base import rounding
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.in_memory import backend_in_memory
 from draftproof.backends.loading.options import LoadOptions
-from draftproof.draft import Draft
-from draftproof.drafters.base import Drafter, DraftRequest
-from draftproof.drafters.ngram import with_probabilities
+from draftproof.drafters.base import Drafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.engine.drafter_parts import make_drafter
 from draftproof.provenance import run_facts
 from draftproof.results import Results, median_and_range, table
-from draftproof.rng import RoundRng
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from support import published, qwen_mtp
+from support import published
 
-QWEN = "qwen3-1.7b"
-QWEN35 = "qwen3.5-0.8b"
+QWEN, QWEN35 = "qwen3-1.7b", "qwen3.5-0.8b"
+GEMMA = "gemma-4-e2b (10 of 35 layers, 5 of which share keys)"
 INTRO = (
     "One request, greedy, one thread, processor time, bfloat16; {length} drafted tokens in a round. Target and heads "
     "have random weights and the shapes of real ones. A head drafts at its full cost; then its tokens are replaced by "
-    "the target's own, each wrong with a probability. A round over a plain step, and the speed-up (tokens a round over "
-    "that): median [least, greatest] of {repeats} pairs of requests with and without drafts, in turns."
+    "the target's own, each wrong with a probability. A round over a plain step, with the same drafts for nothing "
+    "(verification, and restoring of states) and with the head's drafting, and the speed-up (tokens a round over "
+    "that): median [least, greatest] of {repeats} requests of each kind, in turns."
 )
 DRAFTED_IDS = 32000  # tokens that EAGLE-3's heads draft of the target's
+SLIDING, FULL = "sliding_attention", "full_attention"
+ASSISTANT = [*[(SLIDING, 256)] * 3, (FULL, 512)]
+"""The layers of E2B's assistant. Its sizes below make the 78 million weights that its publisher names."""
 
 
 def configs() -> dict[str, Any]:
-    """The targets, whole."""
+    """The targets: whole, but for Gemma 4, of which a layer's own embeddings take 134 MB."""
+    kinds = [*[SLIDING] * 4, FULL] * 2
     return {
         QWEN: transformers.Qwen3Config(
             vocab_size=151936,
@@ -64,18 +79,20 @@ def configs() -> dict[str, Any]:
             head_dim=128,
             tie_word_embeddings=True,
         ),
-        QWEN35: transformers.Qwen3_5TextConfig(
-            vocab_size=248320,
-            hidden_size=1024,
-            intermediate_size=3584,
-            num_hidden_layers=24,
+        QWEN35: qwen3_5(24, 248320),
+        GEMMA: transformers.Gemma4TextConfig(
+            vocab_size=262144,
+            vocab_size_per_layer_input=262144,
+            hidden_size=1536,
+            hidden_size_per_layer_input=256,
+            intermediate_size=6144,
+            num_hidden_layers=len(kinds),
+            layer_types=kinds,
+            num_kv_shared_layers=5,
+            use_double_wide_mlp=True,
             num_attention_heads=8,
-            num_key_value_heads=2,
-            head_dim=256,
-            linear_num_key_heads=16,
-            linear_num_value_heads=16,
-            linear_key_head_dim=128,
-            linear_value_head_dim=128,
+            num_key_value_heads=1,
+            final_logit_softcapping=30.0,
             tie_word_embeddings=True,
         ),
     }
@@ -83,6 +100,10 @@ def configs() -> dict[str, Any]:
 
 def written(name: str, folder: Path, target: Any, length: int) -> Path:
     """A head of so many drafted tokens for the target, in its published layout."""
+    if name == "assistant":
+        sizes = {"size": 256, "inner": 2048, "heads": 4, "clusters": 2048, "kept": 32}
+        own: Path = published.assistant(folder, target, layers=ASSISTANT, **sizes)
+        return own
     shape, layers = published.LayerShape(16, 8, 128, 6144), (2, 14, 25)
     if name in ("eagle3", "peagle"):
         more: dict[str, Any] = {"ids": list(range(DRAFTED_IDS)), "layers": layers, "shape": shape}
@@ -101,98 +122,99 @@ def written(name: str, folder: Path, target: Any, length: int) -> Path:
     return made
 
 
-def turns(target: Any, drafter: Drafter, known: list[int], rate: float, options: Any) -> dict[str, Any]:
-    """Requests with drafts, whose tokens are replaced by known ones after they were drafted, and without, in turns."""
-    own, pairs = drafter.propose, []
-    for number in range(options.repeats):
-        made: dict[bool, Run] = {}
-        for drafts in (True, False) if number % 2 else (False, True):
-            oracle = Oracle(known, options.length, rate)
-
-            def replaced(requests: Sequence[DraftRequest], rng: RoundRng, oracle: Oracle = oracle) -> list[Draft]:
-                own(requests, rng)
-                drafted = oracle.propose(requests, rng)
-                return [with_probabilities(each, target.vocab_size, torch.float32) for each in drafted]
-
-            drafter.propose = replaced  # type: ignore[method-assign] # of this one drafter
-            made[drafts] = run(target, drafter if drafts else NoDrafter(), options.tokens)
-        assert made[True].tokens == made[False].tokens == known, "the same tokens"
-        pairs.append(made)
-    drafter.propose = own  # type: ignore[method-assign]
-    costs = [made[True].round_ms / made[False].round_ms for made in pairs]
-    tokens = pairs[-1][True].per_round
-    return {
-        "tokens_a_round": tokens,
-        "round_ms": [made[True].round_ms for made in pairs],
-        "plain_ms": [made[False].round_ms for made in pairs],
-        "costs": costs,
-        "speed_ups": [tokens / cost for cost in costs],
-    }
+def target_of(name: str, config: Any, folder: Path) -> Any:
+    """The target, with random weights."""
+    if name == QWEN35:
+        return prediction_layer_target(config, folder)
+    model = calm(common.random_model(config, torch.bfloat16))
+    if name == QWEN:
+        return backend_in_memory(model, name=name)
+    model.save_pretrained(folder)  # packed only when it is loaded by name
+    del model
+    return load_backend(str(folder), LoadOptions(dtype="bfloat16"))
 
 
-def measure(name: str, target: Any, heads: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
-    """Figures of heads of one target; without heads, of its own prediction layer."""
-    run(target, NoDrafter(), 8)
-    known = run(target, NoDrafter(), options.tokens).tokens
-    found: dict[str, Any] = {}
-    for kind in heads:
-        common.say(options, "measuring", kind, "for", name)
-        with tempfile.TemporaryDirectory() as place:
-            head = None if kind == "mtp" else written(kind, Path(place) / "head", target, options.length)
-            spec = kind if head is None else f"{kind}:{head}"
-            drafter = make_drafter(spec, target=target, draft=None, stopper=f"fixed:{options.length}")
-            found[kind] = {rate: turns(target, drafter, known, rate, options) for rate in RATES}
-        del drafter  # the next one may need the memory
+def measure(kind: str, target: Any, known: list[int], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Figures of a head; of `mtp`, of the target's own prediction layer."""
+    found = []
+    with tempfile.TemporaryDirectory() as place:
+        head = None if kind == "mtp" else written(kind, Path(place) / "head", target, options.length)
+        spec = kind if head is None else f"{kind}:{head}"
+        drafter = make_drafter(spec, target=target, draft=None, stopper=f"fixed:{options.length}")
+
+        def own(rate: float) -> Drafter:
+            drafter.propose = replacing(drafter, Oracle(known, options.length, rate), target)  # type: ignore[method-assign]
+            return drafter
+
+        for rate in RATES:
+            free = partial(Oracle, known, options.length, rate)
+            made = turns(target, {"free": free, "own": partial(own, rate)}, known, options)
+            found.append({"acceptance": rate, **made})
     return found
+
+
+HEADS = ("head", "acceptance", "tokens a round", "verification alone", "round with drafting", "speed-up")
+
+
+def page(parts: Mapping[str, Any], facts: Mapping[str, Any], options: argparse.Namespace) -> Results:
+    """The page of all heads that have been measured."""
+    lines = [INTRO.format(length=options.length, repeats=options.repeats), ""]
+    for name, heads in parts.items():
+        if why := heads.get("unmeasured"):
+            lines += [f"## {name}: not measured", "", f"Texts with and without drafts may differ here: {why}.", ""]
+            continue
+        plain = median(ms for each in heads.values() for one in each["rounds"] for ms in one["own"]["plain_ms"])
+        rows = [
+            (
+                kind,
+                one["acceptance"],
+                f"{one['own']['tokens_a_round']:.2f}",
+                median_and_range(one["free"]["costs"]),
+                *(median_and_range(one["own"][figure]) for figure in ("costs", "speed_ups")),
+            )
+            for kind, each in heads.items()
+            for one in each["rounds"]
+        ]
+        lines += [f"## {name}: a plain step {plain:.1f} ms", "", *table(HEADS, rows), ""]
+        others = {each["commit"]: kind for kind, each in heads.items() if each["commit"] != facts["commit"]}
+        lines += [line for commit, kind in others.items() for line in (f"{kind} at commit {commit}.", "")]
+    return Results("Costs of published draft heads", lines, {"parts": parts}, facts)
 
 
 def main() -> None:
     """Measure, and print a table for each target."""
+    every = [*published.WRITERS, "mtp", "assistant"]
     parser = common.parser(__doc__)
-    parser.add_argument("--head", nargs="+", choices=[*published.WRITERS, "mtp"], default=[*published.WRITERS, "mtp"])
+    parser.add_argument("--head", nargs="+", choices=every, default=every)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--length", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--resume", action="store_true", help="goes on with OUT.json, and leaves its heads out")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    facts, figures = run_facts("cpu"), dict[str, Any]()
-    lines = [INTRO.format(length=options.length, repeats=options.repeats), ""]
-    results = Results("Costs of published draft heads", lines, figures, facts)  # of what has been measured so far
+    facts, parts = run_facts("cpu"), dict[str, Any]()
+    if options.resume and options.out is not None:
+        parts |= read_figures(options.out.with_name(f"{options.out.name}.json")).get("parts", {})
     config = configs()
-    for name, heads in ((QWEN, [each for each in options.head if each != "mtp"]), (QWEN35, ["mtp"])):
-        if not set(heads) & set(options.head):
+    for name, heads in ((QWEN, list(published.WRITERS)), (QWEN35, ["mtp"]), (GEMMA, ["assistant"])):
+        missing = [each for each in heads if each in options.head and each not in parts.get(name, {})]
+        if not missing:
             continue
         with tempfile.TemporaryDirectory() as place:
-            model = common.random_model(config[name], torch.bfloat16)
-            if "mtp" in heads:
-                own = {key: each.bfloat16() for key, each in qwen_mtp.tensors_of(model.config).items()}
-                qwen_mtp.written_with(Path(place), model, own)
-                target: Any = load_backend(place, LoadOptions(dtype="bfloat16"))
-            else:
-                target = backend_in_memory(model, name=name)
+            target = target_of(name, config[name], Path(place))
             if why := rounding(target):
-                lines += [f"## {name}: not measured", "", f"Texts with and without drafts may differ here: {why}.", ""]
-                common.say(options, *lines[-4:])
+                parts[name] = {"unmeasured": why}
                 continue
-            found = measure(name, target, heads, options)
-        figures[name] = found
-        plain = median(ms for kind in found.values() for each in kind.values() for ms in each["plain_ms"])
-        rows = [
-            (
-                kind,
-                rate,
-                f"{each['tokens_a_round']:.2f}",
-                *(median_and_range(each[figure]) for figure in ("costs", "speed_ups")),
-            )
-            for kind, rates in found.items()
-            for rate, each in rates.items()
-        ]
-        heads_of_table = ("head", "acceptance", "tokens a round", "round / plain step", "speed-up")
-        lines += [f"## {name}: a plain step {plain:.1f} ms", "", *table(heads_of_table, rows), ""]
-        common.say(options, *lines[-len(rows) - 5 :])
-        if options.out is not None:
-            results.write(options.out)
-    common.deliver(options, results)
+            run(target, NoDrafter(), 8)
+            known = run(target, NoDrafter(), options.tokens).tokens
+            for kind in missing:
+                common.say(options, "measuring", kind, "for", name)
+                made = {"commit": facts["commit"], "rounds": measure(kind, target, known, options)}
+                parts.setdefault(name, {})[kind] = made
+                if options.out is not None:
+                    page(parts, facts, options).write(options.out)
+            del target  # the next one may need the memory
+    common.deliver(options, page(parts, facts, options))
 
 
 if __name__ == "__main__":

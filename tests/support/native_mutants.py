@@ -83,7 +83,10 @@ MUTANTS = (
     CodeMutant("mixture.h", "m->is_whole ? m->least : all", "m->is_whole ? 0 : all", _HYBRID),
     CodeMutant("mixture.h", "left[e] > left[best] ? e", "left[e] < left[best] ? e", _MIXTURE),
     CodeMutant("mixers.h", "if (t + 1 == span[2])", "if (span[2] && t == span[2])", _HYBRID),
-    CodeMutant("recurrent.h", "if (t + 1 == s->first + s->mark)", "if (s->mark && t == s->first + s->mark)", _HYBRID),
+    CodeMutant("mixers.h", "const long at = k + span[3];", "const long at = k;", _HYBRID),
+    CodeMutant("mixers.h", "(t - span[2]) * held_size", "0 * held_size", _HYBRID),
+    CodeMutant("recurrent.h", "if (t + 1 == s->mark)", "if (s->mark && t == s->mark)", _HYBRID),
+    CodeMutant("recurrent.h", "(s->replayed + t) * held_size(r)", "0 * held_size(r)", _HYBRID),
     CodeMutant(
         "recurrent.h",
         "known[odd][c] = multiply_add(block[i + odd][c]",

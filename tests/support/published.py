@@ -290,6 +290,43 @@ def mtp(folder, target, *, seed=13):
     return write(folder, config | {"speculators_config": verified("mtp", target.name)}, weights(shapes, seed))
 
 
+def assistant(folder, target, *, layers, size=8, inner=16, heads=2, clusters=None, kept=2, seed=12, scale=3.0):
+    """A random Gemma 4 assistant for a target, with clusters of tokens.
+
+    Args:
+        folder: to write to.
+        target: the model whose keys and values it reads.
+        layers: of each layer its kind and the numbers of a head.
+        size: numbers of a hidden state.
+        inner: gated numbers.
+        heads: of queries, in each layer.
+        clusters: number of them; by default one for each token.
+        kept: clusters whose tokens it may draft.
+        seed: of the weights.
+        scale: of the weights of matrices.
+    """
+    width, vocab, config = target.capabilities.hidden, target.vocab_size, target.config.to_dict()
+    clusters = clusters or vocab
+    shapes = {"model.embed_tokens.weight": (vocab, size), "model.norm.weight": (size,)}
+    shapes |= {"pre_projection.weight": (size, 2 * width), "post_projection.weight": (width, size)}
+    for number, (_, dim) in enumerate(layers):
+        at, wide = f"model.layers.{number}.", heads * dim
+        shapes |= {f"{at}self_attn.q_proj.weight": (wide, size), f"{at}self_attn.q_norm.weight": (dim,)}
+        shapes |= {f"{at}self_attn.o_proj.weight": (size, wide), f"{at}layer_scalar": (1,), **mlp(at, size, inner)}
+        for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            shapes[f"{at}{name}_layernorm.weight"] = (size,)
+    shapes["masked_embedding.centroids.weight"] = (clusters, size)
+    tensors = {**weights(shapes, seed, scale), "masked_embedding.token_ordering": torch.arange(vocab).flip(0)}
+    fields = {"model_type": "gemma4_assistant", "backbone_hidden_size": width, "use_ordered_embeddings": True}
+    fields |= {"num_centroids": clusters, "centroid_intermediate_top_k": kept}
+    config |= {"hidden_size": size, "intermediate_size": inner, "num_attention_heads": heads}
+    config |= {"num_hidden_layers": len(layers), "num_kv_shared_layers": len(layers)}
+    config |= {"layer_types": [kind for kind, _ in layers], "hidden_size_per_layer_input": 0}
+    config |= {"per_layer_config": {str(number): {"head_dim": dim} for number, (_, dim) in enumerate(layers)}}
+    config |= {"use_double_wide_mlp": False, "final_logit_softcapping": None}
+    return write(folder, {**fields, "text_config": config}, tensors)
+
+
 WRITERS = {
     "eagle3": eagle3,
     "peagle": peagle,

@@ -150,7 +150,8 @@ ELSEWHERE = (
         "second_tokens_are_exact_and_a_false_row_of_theirs_is_detected",
     ),
     _elsewhere(
-        "`eagle3`, `peagle`, `dflash`, `dspark`, `eagle`, `medusa`, `feature_head` on models with recurrent layers",
+        "`eagle3`, `peagle`, `dflash`, `dspark`, `dflash2`, `eagle`, `medusa`, `feature_head` on models with recurrent "
+        "layers",
         "block, token",
         "backends/heads/test_recurrent_targets.py",
         "exact_output_distribution",

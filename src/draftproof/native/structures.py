@@ -15,7 +15,7 @@ from torch import Tensor
 from draftproof.native.tensors import AS_THEY_ARE, GROUPS, LANES, require
 
 GGML_SEGMENTS, GGML_PAD, GGML_ROWS = 4, 256, 8  # as in ggml.h
-MOST_DIM, MOST_STATE, MOST_INPUTS, MOST_KERNEL, STATES = 512, 256, 4, 8, 6  # as in native.c
+MOST_DIM, MOST_STATE, MOST_INPUTS, MOST_KERNEL, STATES = 512, 256, 4, 8, 10  # as in native.c
 MIXERS = ("short", "delta", "scan")
 """Kinds of mixers: a short convolution, the gated delta rule, and a state space (mixers.h)."""
 _WHOLE = 2 * LANES  # numbers of a head are copied in so many at once
@@ -375,18 +375,19 @@ class Sequences:
     """The sequences of a pass, and where their recurrent states are.
 
     Args:
-        spans: of each its first token, its number of tokens, and after how many of them states are kept too (0: not).
+        spans: of each its first token, its number of tokens, after how many of them states are kept too (0: not), and
+            how many earlier tokens, whose inputs are held, its states lack.
         addresses: for each layer of the model and each sequence, those of STATES states; 0 where there is none.
     """
 
-    def __init__(self, spans: Sequence[tuple[int, int, int]], addresses: Sequence[int]) -> None:
+    def __init__(self, spans: Sequence[tuple[int, int, int, int]], addresses: Sequence[int]) -> None:
         self.rows = len(spans)
-        self.tokens = sum(tokens for _, tokens, _ in spans)
-        if any(first < 0 or not 0 <= mark < tokens for first, tokens, mark in spans):
+        self.tokens = sum(tokens for _, tokens, _, _ in spans)
+        if any(first < 0 or not 0 <= mark < tokens or replayed < 0 for first, tokens, mark, replayed in spans):
             raise ValueError(f"spans of tokens, or of some of them, that are none: {spans}")
-        self.end = max(first + tokens for first, tokens, _ in spans)
+        self.end = max(first + tokens for first, tokens, _, _ in spans)
         self._layer = self.rows * STATES
-        self._spans = (ctypes.c_int64 * (3 * self.rows))(*itertools.chain.from_iterable(spans))
+        self._spans = (ctypes.c_int64 * (4 * self.rows))(*itertools.chain.from_iterable(spans))
         self._states = (ctypes.c_int64 * len(addresses))(*addresses)
 
     def require_fitting(self, tokens: int, layers: int) -> None:

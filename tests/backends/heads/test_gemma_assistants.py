@@ -28,7 +28,8 @@ from support.gguf_modules import module_model, write_modules
 from support.helpers import assert_output_distribution, random_model
 from support.native_levels import needs_native
 from support.published import DATA as HEADS
-from support.published import mlp, tiny_target, weights, write
+from support.published import assistant as write_assistant
+from support.published import tiny_target
 
 DATA = HEADS.parent / "assistants"
 PROVENANCE = json.loads((DATA / "provenance.json").read_text())
@@ -154,25 +155,10 @@ def tiny_gemma():
     return HFBackend(random_model(config, dtype=torch.float64), name="tiny-gemma")
 
 
-def assistant_for(folder, target, *, seed=12, kept=2, heads=2, dims=(8, 8)):
+def assistant_for(folder, target, *, dims=(8, 8), **options):
     """A random assistant of one layer of each kind, whose heads have `dims` numbers, with a cluster for each token."""
-    size, width, vocab, config = 8, target.capabilities.hidden, target.vocab_size, target.config.to_dict()
-    shapes = {"model.embed_tokens.weight": (vocab, size), "model.norm.weight": (size,)}
-    shapes |= {"pre_projection.weight": (size, 2 * width), "post_projection.weight": (width, size)}
-    for number, dim in enumerate(dims):
-        at, inner = f"model.layers.{number}.", heads * dim
-        shapes |= {f"{at}self_attn.q_proj.weight": (inner, size), f"{at}self_attn.q_norm.weight": (dim,)}
-        shapes |= {f"{at}self_attn.o_proj.weight": (size, inner), f"{at}layer_scalar": (1,), **mlp(at, size, 16)}
-        for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
-            shapes[f"{at}{name}_layernorm.weight"] = (size,)
-    shapes["masked_embedding.centroids.weight"] = (vocab, size)
-    tensors = {**weights(shapes, seed, 3.0), "masked_embedding.token_ordering": torch.arange(vocab).flip(0)}
-    fields = {"model_type": "gemma4_assistant", "backbone_hidden_size": width, "use_ordered_embeddings": True}
-    fields |= {"num_centroids": vocab, "centroid_intermediate_top_k": kept}
-    config |= {"hidden_size": size, "intermediate_size": 16, "num_hidden_layers": 2, "num_kv_shared_layers": 2}
-    config |= {"layer_types": ["sliding_attention", "full_attention"], "per_layer_config": {"1": {"head_dim": dims[1]}}}
-    config |= {"hidden_size_per_layer_input": 0, "use_double_wide_mlp": False, "final_logit_softcapping": None}
-    return write(folder, {**fields, "text_config": config}, tensors)
+    layers = list(zip(("sliding_attention", "full_attention"), dims, strict=True))
+    return write_assistant(folder, target, layers=layers, **options)
 
 
 @pytest.mark.parametrize("name", ["gemma4", "gemma4, experts"])

@@ -214,26 +214,60 @@ def test_a_draft_that_is_refused_at_once_or_accepted_whole_is_not_read_again(rea
     assert sum(reads) == sum(LENGTHS) + len(LENGTHS) * (3 - 1 + 2 + 1)  # drafts of 2, 1 and 0
 
 
-def test_at_most_one_draft_is_read_twice():
-    session = backend("lfm2").open()
-    tokens, longest = prompts()[1][:7], 0
-    for round_number in range(8):
+def rounds(target):
+    """Rounds of which three of four drafts are accepted: how many tokens each begins with, and the last text."""
+    session, tokens, found = target.open(), prompts()[1][:7], []
+    for number in range(8):
         pending = unread(session, tokens)
-        longest = max(longest, len(pending))
-        drafts = [(5 * round_number + place) % VOCAB for place in range(4)]
-        backend("lfm2").forward([Feed(session, pending, TokenTree.chain(torch.tensor(drafts)))])
-        tokens = [*tokens, *drafts[:3], 50]  # three are accepted, in every round
-        assert len(tokens) - len(unread(session, list(tokens))) in {len(tokens) - 4, len(tokens) - 1}
-    assert longest == 7, "the prompt; later three accepted tokens and the one after them"
+        found.append(len(pending))
+        drafts = [(5 * number + place) % VOCAB for place in range(4)]
+        target.forward([Feed(session, pending, TokenTree.chain(torch.tensor(drafts)))])
+        tokens = [*tokens, *drafts[:3], 50]
+    session.close()
+    return found
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_at_most_one_draft_is_read_twice(name):
+    assert rounds(by_modules(name)) == [7, *[4] * 7], "three accepted tokens again, and the one after them"
+
+
+@needs_native
+@pytest.mark.parametrize("name", TYPES[:3])
+def test_where_inputs_of_recurrences_are_held_nothing_is_read_twice(name):
+    assert rounds(backend(name)) == [7, *[1] * 7]
+
+
+@needs_native
+@pytest.mark.parametrize("name", TYPES[:3])
+def test_a_session_goes_back_to_any_token_whose_inputs_are_held(name):
+    """A copy and a trimmed session go on as a session that read just those tokens."""
+    target, tokens = backend(name), prompts()[1]
+    session, whole = target.open(), target.open()
+    (expected,) = target.forward([Feed(whole, tokens[:9], TokenTree.chain(torch.tensor(tokens[9:14])))])
+    target.forward([Feed(session, tokens[:6], TokenTree.chain(torch.tensor(tokens[6:12])))])
+    assert session.keep(6, range(5)) == 11
+    assert [session.reach(length) for length in (5, 6, 9, 11)] == [0, 6, 9, 11]
+    memory = session.state_nbytes
+    copies = [session.fork(9), session.fork(9)]
+    copies[1].trim()
+    assert session.keep(9) == 9
+    for each in (session, *copies):
+        (found,) = target.forward([Feed(each, tokens[9:10], TokenTree.chain(torch.tensor(tokens[10:14])))])
+        assert torch.equal(found.logits, expected.logits[1:])
+    assert 0 < copies[1].state_nbytes <= memory
+    for each in (session, *copies, whole):
+        each.close()
 
 
 def test_a_session_keeps_less_than_it_is_asked_to_and_says_how_much():
-    session = backend("qwen3_next").open()
-    backend("qwen3_next").forward([Feed(session, [5, 6, 7], TokenTree.chain(torch.tensor([8, 9])))])
+    target = by_modules("qwen3_next")
+    session = target.open()
+    target.forward([Feed(session, [5, 6, 7], TokenTree.chain(torch.tensor([8, 9])))])
     assert session.nbytes > 0
     assert session.keep(3, (0, 1)) == 5, "all accepted: the state at the end"
     assert (session.tokens, session.tail) == ([5, 6, 7, 8, 9], ())
-    backend("qwen3_next").forward([Feed(session, [10], TokenTree.chain(torch.tensor([11, 12])))])
+    target.forward([Feed(session, [10], TokenTree.chain(torch.tensor([11, 12])))])
     assert session.keep(6, (0,)) == 6, "the state at the root"
     assert session.tokens == [5, 6, 7, 8, 9, 10]
     assert session.keep(4) == 0, "no state is kept there: everything is read again"

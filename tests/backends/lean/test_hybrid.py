@@ -17,7 +17,7 @@ from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.in_memory import backend_in_memory
 from draftproof.backends.loading.stored_backends import rounded
 from draftproof.drafters.ngram import NgramDrafter
-from draftproof.native.structures import LinearArguments, Sequences
+from draftproof.native.structures import STATES, LinearArguments, Sequences
 from support.architectures.check import disturbed
 from support.chain_rows import assert_same_bits, off, read
 from support.gguf_modules import module_model
@@ -127,7 +127,7 @@ def test_refused_drafts_leave_no_trace(name, dtype):
         session = target.open()
         read(target, session, IDS[:4], [*IDS[4 : 4 + accepted], 100, 101])
         left = unread(session, IDS[:12])
-        assert left == IDS[4:12], "the state at the root is kept"
+        assert left == IDS[4 + accepted : 12], "accepted tokens are not read again"
         assert torch.equal(read(target, session, left, IDS[12:]), whole[11:])
 
 
@@ -137,7 +137,8 @@ def test_a_state_after_refused_drafts_would_be_seen():
     whole = read(target, target.open(), IDS[:1], IDS[1:])
     session = target.open()
     read(target, session, IDS[:4], [100, 101])
-    session._marks = [session._marks[0]._replace(state=session._marks[-1].state)]
+    (mark,) = session._marks
+    session._marks = [mark._replace(length=4)]  # the refused tokens among those that are replayed
     assert not torch.equal(read(target, session, unread(session, IDS[:12]), IDS[12:]), whole[11:])
 
 
@@ -327,8 +328,10 @@ def test_without_native_operations_transformers_own_modules_read(monkeypatch):
 
 def test_sequences_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="spans of tokens"):
-        Sequences([(0, 2, 2)], [0] * 6)
-    found = Sequences([(0, 2, 1), (2, 3, 0)], [0] * 12)
+        Sequences([(0, 2, 2, 0)], [0] * STATES)
+    with pytest.raises(ValueError, match="spans of tokens"):
+        Sequences([(0, 2, 0, -1)], [0] * STATES)
+    found = Sequences([(0, 2, 1, 0), (2, 3, 0, 0)], [0] * 2 * STATES)
     found.require_fitting(5, 1)
     for tokens, layers in ((4, 1), (5, 2)):
         with pytest.raises(ValueError, match="sequences of 5 tokens"):

@@ -3,9 +3,10 @@
 Knows: after which tokens a state was kept. Does not know: what a state is (`states`), or how layers make it (`mixers`).
 
 A recurrent layer has one state for all tokens that it has read, and no token can be taken out of it. So a session keeps
-the state at its root, the last committed token, while the drafts are read. When all drafts are accepted, the state
-after them is the next root's. Otherwise the session returns to the root, and the accepted tokens are read again,
-together with the next drafts.
+the state at its root, the last committed token, while the drafts are read. Native passes also hold what the drafts
+bring to each recurrence, and the next pass begins with that of the accepted ones. Without them, when all drafts are
+accepted, the state after them is the next root's. Otherwise the session returns to the root, and the accepted tokens
+are read again, together with the next drafts.
 """
 
 from __future__ import annotations
@@ -41,6 +42,15 @@ class _Mark(NamedTuple):
     length: int
     state: State
 
+    @property
+    def first(self) -> int:
+        """The least number of tokens that it has a state after."""
+        return self.length - self.state.replayed
+
+    def at(self, length: int) -> _Mark:
+        """The same after fewer tokens, `first` at least; itself where it has not read so many."""
+        return self if length >= self.length else _Mark(length, self.state.before(self.length - length))
+
 
 class SnapshotSession(SlotSession):
     """A session with its keys and values in a slot, and the recurrent states at its root and at its end.
@@ -50,7 +60,7 @@ class SnapshotSession(SlotSession):
 
     def __init__(self, cache: SlotCache, lender: SnapshotSession | None = None) -> None:
         super().__init__(cache, lender)
-        # At the root, and at the end if that is another place.
+        # At the root, and at the end if that is another place; one where inputs are held after the root.
         self._marks: list[_Mark] = [] if lender is None else lender._marks[-1:]  # noqa: SLF001 - of this class
         self._settled = True  # whether everything that was read is known to stay
         self._staged: tuple[State | None, State] | None = None
@@ -72,14 +82,15 @@ class SnapshotSession(SlotSession):
 
     @override
     def reach(self, length: int) -> int:
-        return max((mark.length for mark in self._marks if mark.length <= length), default=0)
+        return max((min(mark.length, length) for mark in self._marks if mark.first <= length), default=0)
 
     @override
     def fork(self, length: int) -> Session | None:
         """States are shared, since none is ever changed."""
         made = super().fork(length)
         if isinstance(made, SnapshotSession):
-            made._marks = [mark for mark in self._marks if mark.length == length]  # noqa: SLF001 - of this class
+            found = [mark for mark in self._marks if mark.first <= length <= mark.length]
+            made._marks = [mark.at(length) for mark in found[:1]]  # noqa: SLF001 - of this class
         return made
 
     def _empty(self) -> Session | None:
@@ -88,7 +99,7 @@ class SnapshotSession(SlotSession):
     def stage(self, root: State | None, end: State) -> None:
         """States after the chain and after everything that the next `read` takes over (called by the backend).
 
-        `root` is None where the chain is the end, or where there is none.
+        `root` is None where the chain is the end, or where there is none, or where `end` holds the inputs after it.
         """
         self._staged = root, end
 
@@ -100,13 +111,13 @@ class SnapshotSession(SlotSession):
         self._staged = None
         if root is not None:
             self._marks = [_Mark(self.stem, root)]
-        elif self._settled:
+        elif self._settled or end.replayed:
             self._marks = []
         self._marks = [*self._marks[:1], _Mark(self.length, end)]
         self._settled = False
 
     def _reachable(self, length: int) -> int:
-        self._marks = [mark for mark in self._marks if mark.length <= length][-1:]
+        self._marks = [mark.at(length) for mark in self._marks if mark.first <= length][-1:]
         self._settled = True
         return self._marks[-1].length if self._marks else 0
 
@@ -163,7 +174,7 @@ class SnapshotBackend(HFBackend):
 
     @override
     def sequences_nbytes(self, lengths: Sequence[int]) -> int:
-        """States at the root, at the end, and those that a pass makes."""
+        """States at the root, at the end or what is held after the root, and those that a pass makes."""
         return super().sequences_nbytes(lengths) + 3 * self._state_nbytes * len(lengths)
 
     @property

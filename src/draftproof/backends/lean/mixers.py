@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from draftproof import native
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.lean.inputs import FusedProducts, linear_arguments, whole_product
 from draftproof.backends.lean.traits import UnreadError, eps_of
-from draftproof.backends.recurrent.states import Key, State
+from draftproof.backends.recurrent.states import Held, Key, State
 from draftproof.native.structures import MIXERS, STATES, MixerArguments, Sequences
 from draftproof.native.tensors import Immutable
 
@@ -154,12 +155,38 @@ class Mixer(Immutable):
         if not fits or any(len(each) != sizes.get(name, len(each)) for name, each in self._tensors.items()):
             raise UnreadError(f"its {type(module).__name__} has sizes that native code does not know")
         conv = StateLayout(
-            Key("conv", number, 0), (given.kernel, given.channels), parts.convolution.weight.dtype, turned=True
+            Key("conv", number, 0),
+            (given.kernel, given.channels),
+            parts.convolution.weight.dtype,
+            given.channels,
+            _shifted,
+            turned=True,
         )
         self.kept = [conv]
         if given.heads:
             shape, key = (given.heads, given.dim, given.size), Key("recurrent", number, 0)
-            self.kept.append(StateLayout(key, shape, torch.float32, turned=parts.kind == "scan"))
+            held = given.key_heads * given.dim + given.heads * (given.size + 2)
+            turned = parts.kind == "scan"
+            self.kept.append(StateLayout(key, shape, torch.float32, held, self._replayed, turned=turned))
+
+    def _replayed(self, state: Tensor, inputs: Tensor) -> Tensor:
+        """A recurrent state after tokens whose inputs are held as native.c writes them."""
+        given = self.arguments
+        sizes = [given.key_heads * given.dim, given.heads * given.size, given.heads, given.heads]
+        keys, values, decays, betas = torch.split(inputs, sizes, -1)
+        keys = keys.unflatten(-1, (given.key_heads, given.dim))
+        values = values.unflatten(-1, (given.heads, given.size))
+        operations = native.operations_for(values)
+        assert operations is not None, "it was there when the inputs were made"
+        replaces = self._parts.kind == "delta"
+        before = state if replaces else state.transpose(-1, -2)
+        _, end = operations.delta_rule(keys, keys, values, decays, betas if replaces else None, before, unit=replaces)
+        return end if replaces else end.transpose(-1, -2)
+
+
+def _shifted(state: Tensor, inputs: Tensor) -> Tensor:
+    """The last inputs of a convolution after some more."""
+    return torch.cat([state, inputs.transpose(-1, -2)], -1)[..., -state.shape[-1] :]
 
 
 @dataclass(frozen=True)
@@ -169,6 +196,8 @@ class StateLayout:
     key: Key  # its name
     shape: tuple[int, ...]  # of a sequence's, in memory
     dtype: torch.dtype  # of its numbers
+    held: int  # numbers of a token's inputs, from which it changes the state
+    replay: Callable[[Tensor, Tensor], Tensor]  # as of `Held`
     turned: bool  # whether transformers has the last two dimensions exchanged
 
     @functools.cached_property
@@ -184,7 +213,7 @@ class StateLayout:
     def address(self, tensor: Tensor, row: int, copies: list[Tensor]) -> int:
         """Where a sequence's state is, among several in transformers' shape; in a new copy if that is needed."""
         if tensor.dtype == self.dtype and tensor.stride()[1:] == self.strides:
-            return tensor.data_ptr() + row * tensor.stride(0) * tensor.itemsize
+            return _address(tensor, row)
         own = tensor[row].transpose(-1, -2) if self.turned else tensor[row]
         copies.append(own.to(self.dtype).contiguous())
         return copies[-1].data_ptr()
@@ -193,41 +222,42 @@ class StateLayout:
 class PassStates:
     """The recurrent states of a pass: from where its sequences go on, and what they leave.
 
+    A sequence with drafts behind its chain leaves the state after the chain, and what the drafts bring to each
+    recurrence; another one the state at its end.
+
     Args:
         layout: of the pass; packed.
 
     Attributes:
         sequences: for native.c.
-        end, root: states of all sequences after their tokens, and after their chains.
-        marked: whether each sequence has a state after its chain that is another one than that at its end.
+        after: of each sequence, the state after everything that it read.
     """
 
     def __init__(self, mixers: Sequence[Mixer], layers: int, layout: Layout, before: Sequence[State | None]) -> None:
         chains = [len(feed.tokens) for feed in layout.feeds]
         sizes, rows = layout.plan.widths, len(chains)
         marks = [chain if 0 < chain < size else 0 for chain, size in zip(chains, sizes, strict=True)]
-        self.marked = [mark > 0 for mark in marks]
-        self.end: dict[Key, Tensor] = {}
-        self.root: dict[Key, Tensor] = {}
+        drafts = [size - mark if mark else 0 for mark, size in zip(marks, sizes, strict=True)]
+        made: dict[Key, Tensor] = {}
+        held: dict[Key, Held] = {}
         self._copies = list[Tensor]()
         addresses = [0] * (layers * rows * STATES)
         for mixer in mixers:
             for place, kept in enumerate(mixer.kept):
-                first = mixer.number * rows * STATES + 3 * place
-                of = [first + row * STATES for row in range(rows)]
-                for at, state in zip(of, before, strict=True):
+                memory, made[kept.key] = kept.new(rows)
+                behind = torch.empty((rows, max(drafts), kept.held), dtype=kept.dtype)
+                held[kept.key] = Held(behind, kept.replay)
+                for row, state in enumerate(before):
+                    at = (mixer.number * rows + row) * STATES + STATES // 2 * place
                     if state is not None:
                         addresses[at] = kept.address(state.tensors[kept.key], state.row, self._copies)
-                ends = self._made(kept, self.end, rows)
-                roots = self._made(kept, self.root, rows) if any(marks) else ends
-                for at, mark, root, end in zip(of, marks, roots, ends, strict=True):
-                    addresses[at + 1] = root if mark else 0
-                    addresses[at + 2] = end
-        self.sequences = Sequences(list(zip(layout.starts, sizes, marks, strict=True)), addresses)
+                        addresses[at + 3] = _address(state.held[kept.key].inputs, state.row) if state.replayed else 0
+                    addresses[at + (1 if drafts[row] else 2)] = _address(memory, row)
+                    addresses[at + 4] = _address(behind, row) if drafts[row] else 0
+        replayed = [0 if state is None else state.replayed for state in before]
+        self.sequences = Sequences(list(zip(layout.starts, sizes, marks, replayed, strict=True)), addresses)
+        self.after = [State(made, row, held if count else {}, count) for row, count in enumerate(drafts)]
 
-    @staticmethod
-    def _made(kept: StateLayout, into: dict[Key, Tensor], rows: int) -> range:
-        """Make new states; where each sequence's is."""
-        made, into[kept.key] = kept.new(rows)
-        step = made.stride(0) * made.itemsize
-        return range(made.data_ptr(), made.data_ptr() + rows * step, step)
+
+def _address(rows: Tensor, row: int) -> int:
+    return rows.data_ptr() + row * rows.stride(0) * rows.itemsize

@@ -5,6 +5,7 @@ What the lean forward cannot read is read by transformers' own modules, and `rou
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,6 @@ from draftproof.backends.hf.snapshots import SnapshotBackend
 from draftproof.backends.lean.mixers import PassStates
 from draftproof.backends.lean.module_backend import ReadByLean, why_unread
 from draftproof.backends.recurrent.mixers import ResumedMixers
-from draftproof.backends.recurrent.states import State
 
 
 class LeanSnapshotBackend(ReadByLean, SnapshotBackend):
@@ -34,7 +34,7 @@ class LeanSnapshotBackend(ReadByLean, SnapshotBackend):
         before = [session.state for session in sessions]
         states = PassStates(self.lean.mixers, len(self.lean.layers), layout, before)
         made = self.lean(layout, self._cache, hidden=hidden, sequences=states.sequences)
-        for row, session in enumerate(sessions):
-            session.stage(State(states.root, row) if states.marked[row] else None, State(states.end, row))
-        self._state_nbytes = self._state_nbytes or State(states.end, 0).nbytes
+        for session, state in zip(sessions, states.after, strict=True):
+            session.stage(None, state)
+        self._state_nbytes = self._state_nbytes or replace(states.after[0], held={}).nbytes
         return made

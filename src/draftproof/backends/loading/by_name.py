@@ -38,7 +38,7 @@ BACKENDS = {
     "else hf",
     "hf": "transformers' own forward pass",
     "snapshot": "for models with recurrent layers (linear attention, convolutions, state spaces): their states are "
-    "kept, and accepted tokens read again where drafts are refused; a forward pass of ours or transformers' own",
+    "kept at the last committed token, since no token can be taken out; a forward pass of ours or transformers' own",
     "lean": "ours, for dense decoders: Llama, Mistral, Qwen2, Qwen3, Gemma 3 and 4, Phi-3 and others "
     "(docs/guide/models.md)",
     "generate": "transformers' own generation step by step, without drafts; auto takes it for targets that cannot be "

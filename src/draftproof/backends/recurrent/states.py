@@ -6,8 +6,8 @@ it, and a pass that fails has changed nothing. What a layer changes in place is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -25,25 +25,59 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class Held:
+    """What tokens bring to a recurrence, from which their changes of its state can be made."""
+
+    inputs: Tensor  # [rows, tokens, numbers]
+    replay: Callable[[Tensor, Tensor], Tensor]  # the state after a state [1, *shape] and some inputs
+
+
+@dataclass(frozen=True, eq=False)
 class State:
-    """The states of all layers after some tokens of one sequence: a row of tensors that sequences share."""
+    """The states of all layers after some tokens of one sequence: a row of tensors that sequences share.
+
+    The last of these tokens may have changed no state yet: then their inputs of each recurrence are held, and the next
+    pass begins with them.
+    """
 
     tensors: Mapping[Key, Tensor]  # of each layer, [rows, *shape]
     row: int  # of this sequence
+    held: Mapping[Key, Held] = field(default_factory=dict)  # of tokens after `tensors`
+    replayed: int = 0  # of how many held tokens, too, this is the state
 
     @property
     def nbytes(self) -> int:
         """Memory of this row, in bytes."""
-        return sum(each[self.row].nbytes for each in self.tensors.values())
+        every = (*self.tensors.values(), *(each.inputs for each in self.held.values()))
+        return sum(each[self.row].nbytes for each in every)
+
+    def before(self, tokens: int) -> State:
+        """The state so many tokens earlier, which are held."""
+        assert tokens <= self.replayed, "only held tokens can be taken out of a state"
+        left = self.replayed - tokens
+        return replace(self, held=self.held if left else {}, replayed=left)
 
     def alone(self) -> State:
         """The same in tensors of its own."""
-        return State({key: each[self.row : self.row + 1].clone() for key, each in self.tensors.items()}, 0)
+        tensors = {key: each[self.row : self.row + 1].clone() for key, each in self.tensors.items()}
+        held = self.held if self.replayed else {}
+        return State(tensors, 0, {key: self._inputs(each) for key, each in held.items()}, self.replayed)
+
+    def settled(self) -> State:
+        """The same with no token held, for layers that cannot begin with them."""
+        if not self.replayed:
+            return self
+        tensors = {key: each[self.row : self.row + 1] for key, each in self.tensors.items()}
+        made = {key: each.replay(tensors[key], self._inputs(each).inputs) for key, each in self.held.items()}
+        return State(tensors | made, 0)
+
+    def _inputs(self, held: Held) -> Held:
+        return replace(held, inputs=held.inputs[self.row : self.row + 1, : self.replayed].clone())
 
 
 def _together(states: Sequence[State | None]) -> dict[Key, Tensor]:
     """The states of several sequences as tensors with one row each; the same tensors if they are that already."""
-    known = [each for each in states if each is not None]
+    known = [each.settled() for each in states if each is not None]
     assert len(known) in (0, len(states)), "rows that begin and rows that continue are in different groups"
     if not known:
         return {}

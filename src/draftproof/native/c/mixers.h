@@ -33,13 +33,16 @@ typedef struct {
 /* A vector of channels of a sequence, over all its tokens; `here` channels are left. */
 INLINE void NAME(convolve)(const NAME(mixing) * w, long row, long channel, const int is_short, const int kernel) {
   const NAME(mixer) *m = w->m;
-  const int64_t *span = w->of->spans + 3 * row;
+  const int64_t *span = w->of->spans + SPAN_SIZE * row;
   void *const *states = w->of->states + STATES * row;
   const long here = m->channels - channel;
   const ELEM *given = w->given + span[0] * m->in.places + channel + (m->kind == SCAN ? m->inner : 0);
   floats last[MOST_KERNEL];
-  for (int k = 0; k < kernel; k++)
-    last[k] = states[0] ? NAME(load_first)((const ELEM *)states[0] + k * m->channels + channel, here) : zeros();
+  for (int k = 0; k < kernel; k++) { /* the last ones of those in the state and those held */
+    const long at = k + span[3];
+    const ELEM *known = at < kernel ? states[0] : states[3];
+    last[k] = known ? NAME(load_first)(known + (at < kernel ? at : at - kernel) * m->channels + channel, here) : zeros();
+  }
   for (long t = 0; t < span[1]; t++, given += m->in.places) {
     const long token = span[0] + t;
     floats next = NAME(load_first)(given, here), sum = zeros();
@@ -56,8 +59,11 @@ INLINE void NAME(convolve)(const NAME(mixing) * w, long row, long channel, const
       store_first_float(w->mixed + token * m->channels + channel, here, NAME(rounded)(silu(sum)));
     if (t + 1 == span[2])
       for (int k = 0; k < kernel; k++) NAME(store_first)((ELEM *)states[1] + k * m->channels + channel, here, last[k]);
+    if (states[4] && t >= span[2])
+      NAME(store_first)((ELEM *)states[4] + (t - span[2]) * m->channels + channel, here, next);
   }
-  for (int k = 0; k < kernel; k++) NAME(store_first)((ELEM *)states[2] + k * m->channels + channel, here, last[k]);
+  for (int k = 0; states[2] && k < kernel; k++)
+    NAME(store_first)((ELEM *)states[2] + k * m->channels + channel, here, last[k]);
 }
 
 static void NAME(convolve_some)(const NAME(mixing) * w, long row, long first, long stop) {
@@ -81,9 +87,9 @@ INLINE float NAME(first_number)(const ELEM *at) { return sum_of(NAME(load_first)
 /* A head of a sequence, over all its tokens: decays, betas or steps, and the rule. */
 static void NAME(recur)(const NAME(mixing) * w, long row, long head) {
   const NAME(mixer) *m = w->m;
-  const int64_t *span = w->of->spans + 3 * row;
+  const int64_t *span = w->of->spans + SPAN_SIZE * row;
   void *const *states = w->of->states + STATES * row;
-  const delta_span tokens = {span[0], span[1], span[2], states[3], states[4], states[5]};
+  const delta_span tokens = {span[0], span[1], span[2], states[5], states[6], states[7], span[3], states[8]};
   for (long token = span[0]; token < span[0] + span[1]; token++) {
     const ELEM *given = w->given + token * m->in.places + m->channels + m->inner + head;
     const long place = token * m->heads + head;
@@ -99,6 +105,8 @@ static void NAME(recur)(const NAME(mixing) * w, long row, long head) {
     }
     w->logs[place] = m->rates[head] * step;
   }
+  for (long t = span[2]; states[9] && t < span[1]; t++) /* before outputs take the place of values */
+    hold_inputs(&w->rule, &tokens, (float *)states[9] + (t - span[2]) * held_size(&w->rule), t, head);
   for (long channel = 0; channel < m->size; channel += CHANNELS * LANES) delta_channels(&w->rule, &tokens, head, channel);
   for (long token = span[0]; m->skip && token < span[0] + span[1]; token++) {
     const float *x = w->mixed + token * m->channels + head * m->size;

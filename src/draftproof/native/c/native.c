@@ -92,12 +92,13 @@ INLINE floats silu(floats x) { return quotient(x, add(splat(1.0f), exponential(s
 /* The first place at which a vector lies well. */
 static float *aligned(void *at) { return (float *)(((uintptr_t)at + 63) / 64 * 64); }
 
-/* Sequences that a pass goes on with, one after another: of each the first token, the number of tokens, and after how many of
-   them states are kept too (0: not); and its states in a layer, 0 where there are none: of the convolution [kernel, channels]
-   before the tokens, after those, and after all, then so of the recurrence [heads, dim, size]. */
-enum { STATES = 6 };
+/* Sequences that a pass goes on with, one after another: of each the first token, the number of tokens, after how many of them
+   states are kept too (0: not), and how many earlier tokens' held inputs its states lack. And its states in a layer, 0 where
+   there are none: of the convolution [kernel, channels] before the tokens, after those, and after all; inputs of the earlier
+   tokens, and those of the tokens behind the kept state, to be held. Then the same of the recurrence [heads, dim, size]. */
+enum { SPAN_SIZE = 4, STATES = 10 };
 typedef struct {
-  const int64_t *spans;  /* [rows, 3] */
+  const int64_t *spans;  /* [rows, SPAN_SIZE] */
   void *const *states;   /* [rows, STATES] */
   long rows, tokens;
 } sequences;
