@@ -23,6 +23,7 @@ from typing_extensions import override
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.base import Flat, LayeredNet, Passes
 from draftproof.backends.heads.published.files import HeadFiles
+from draftproof.backends.heads.published.rounding import stays_whole
 from draftproof.backends.hf.truncate import shallow
 from draftproof.backends.lean.attention import Pass
 from draftproof.backends.lean.hybrid import HybridLean
@@ -59,7 +60,7 @@ class HybridMtpNet(LayeredNet):
         layer = lean.layer_like(outer.mtp_block, 0)
         self.width = layer.size
         self.embed = lean.embed
-        self.logits = lean.for_drafts().logits
+        self.logits = (lean if stays_whole() else lean.for_drafts()).logits
         norms = (outer.enorm, outer.hnorm, outer.post_norm)
         self._embedded, self._given, self._norm = (Norm(each, offset=lean.traits.offset) for each in norms)
         self._project = whole_product(outer.eh_proj)
