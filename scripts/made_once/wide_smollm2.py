@@ -1,6 +1,6 @@
 """Write a .gguf file with the shapes of a larger model that computes what SmolLM2-135M computes.
 
-    python scripts/made_once/wide_smollm2.py SMOLLM2.gguf OUT.gguf [--shape 7b|1.5b|0.4b] [--without 13-18]
+    python scripts/made_once/wide_smollm2.py SMOLLM2.gguf OUT.gguf [--shape 7b|1.5b|0.4b|135m] [--without 13-18]
         [--vocab 151936]
 
 Real weights of that size cannot always be had, and random ones write texts that no draft predicts. Here hidden states
@@ -14,6 +14,7 @@ skip, as they are stored like all others. A draft for it has 0.4 B weights and l
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,14 +46,26 @@ class Shape(NamedTuple):
         }
 
 
-SHAPES = {"7b": Shape(3584, 18944, 16), "1.5b": Shape(1536, 8960, 8), "0.4b": Shape(960, 4864, 5)}
+SHAPES = {
+    "7b": Shape(3584, 18944, 16),
+    "1.5b": Shape(1536, 8960, 8),
+    "0.4b": Shape(960, 4864, 5),
+    "135m": Shape(576, 1536, 3),
+}
 _WITH_OTHERS = ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")
 """Whose further outputs are random numbers; those of the others are 0."""
 _RARE = 8192
 """The last so many tokens, whose rows a larger vocabulary repeats."""
 
 
-def widened(tensor: Any, shape: Shape, rng: np.random.Generator, vocab: int = 0) -> np.ndarray:
+@functools.cache
+def random_rows(outs: int, ins: int, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Small random numbers; matrices of one form have the same."""
+    numbers = np.random.default_rng(outs + ins).normal(0, 0.02, (outs, ins)).astype(np.float32)
+    return gguf.quants.quantize(numbers, kind)
+
+
+def widened(tensor: Any, shape: Shape, vocab: int = 0) -> np.ndarray:
     """The bytes of a tensor in the wide model, [outputs, bytes], or its numbers where it is a norm."""
     part = tensor.name.split(".")[-2]
     if part.endswith("norm"):
@@ -62,8 +75,7 @@ def widened(tensor: Any, shape: Shape, rng: np.random.Generator, vocab: int = 0)
     outs, ins = shape.of_tensors().get(part, (max(len(tensor.data), vocab), shape.hidden))
     made = np.zeros((outs, ins // block * size), np.uint8)
     if part in _WITH_OTHERS:
-        numbers = rng.normal(0, 0.02, (outs, ins)).astype(np.float32)
-        made[:] = gguf.quants.quantize(numbers, tensor.tensor_type)
+        made[:] = random_rows(outs, ins, tensor.tensor_type)
     rows, width = tensor.data.shape
     made[:rows] = 0
     made[:rows, :width] = tensor.data
@@ -121,7 +133,6 @@ def main() -> None:
         writer.add_key_value(name, value, field.types[0], element)
     for name in ("key_length", "value_length"):  # else it is the width divided by the number of heads
         writer.add_uint32(f"llama.attention.{name}", DIM)
-    rng = np.random.default_rng(0)
     for tensor in read.tensors:
         name = tensor.name
         if name.startswith("blk."):
@@ -129,7 +140,7 @@ def main() -> None:
             if int(layer) not in layers:
                 continue
             name = f"blk.{layers.index(int(layer))}.{rest}"
-        writer.add_tensor(name, widened(tensor, shape, rng, options.vocab), raw_dtype=tensor.tensor_type)
+        writer.add_tensor(name, widened(tensor, shape, options.vocab), raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file(progress=True)
