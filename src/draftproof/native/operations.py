@@ -329,8 +329,8 @@ class Operations(Immutable):
             self._ggml_interleave(*addresses, outs, matrix.ins, matrix.type, torch.get_num_threads())
             part = self.quantize(Interleaved(blocks, outs, matrix.ins), bits, group).blocks
             made[start // LANES : start // LANES + len(part)] = part
-        if matrix.release is not None:
-            matrix.release()
+            if matrix.release is not None:
+                matrix.release()
         return Quantized(made, matrix.outs, matrix.ins, bits, group)
 
     def rescore(

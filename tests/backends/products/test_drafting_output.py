@@ -1,5 +1,7 @@
 """Output layers of few bits in a file, as draft models have them: a rough copy, and whole rows for likely outputs."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -224,6 +226,19 @@ def test_texts_are_the_targets_and_an_engine_takes_it_unless_a_dtype_is_named(tm
         assert texts[0] == texts[1] == texts[2]
         assert accepted[1] > 10
         assert accepted[2] >= 20, "the target drafts for itself"
+
+
+@needs_native
+def test_an_engine_does_not_keep_the_whole_layer(tmp_path, large):
+    target, draft = read(written(tmp_path / "x.gguf")), read(tmp_path / "x.gguf")
+    layer, mapped = weakref.ref(draft.lean.head.weight), draft.lean.head._matrices[0].content.data_ptr()
+    engine = Engine.assemble(target, draft, None, drafter="model")
+    head = engine.drafter.model.backend.lean.head
+    assert head._table.content.data_ptr() == mapped, "whole rows are those of the file's map"
+    del draft
+    gc.collect()
+    assert layer() is None
+    assert engine.drafter.model.backend is engine._draft
 
 
 @needs_native
