@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from draftproof.backends.base import Backend
+from draftproof.backends.base import Backend, info
 from draftproof.drafters.base import Drafter
 from draftproof.engine.composition import no_rollback_reason
 from draftproof.engine.drafter_context import DrafterContext, DrafterPart
@@ -104,7 +104,9 @@ def make_drafter(
             f"draft_dtype int{bits} is for a draft model or a head, but drafter {spec} has none: leave it out, "
             f"or choose drafter quantized:{bits}, the target with such weights"
         )
-    if whole is not None and draft is None and (own := str(target.dtype).removeprefix("torch.")) != whole:
+    facts = info(target)
+    own = whole if facts is None else str(facts.dtype).removeprefix("torch.")
+    if draft is None and own != whole is not None:
         raise UserError(f"draft_dtype: expected auto, int8, int4 or {own}, the dtype of a head's target, got {whole}")
     changes = {"temperature": temperature, "top_k": top_k}
     context = DrafterContext(

@@ -11,7 +11,6 @@ import copy
 import functools
 import importlib
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -496,7 +495,8 @@ class StoredProduct(PackedLinear):
         matrix = self._matrices[0] if len(self._matrices) == 1 else None
         if matrix is None or matrix.outs < ROUGH_OUTPUTS or not matrix.is_in_order:
             return self
-        if self.weight.nbytes < _ROUGH_GAIN * math.prod(Quantized.shape(*matrix.shape, ROUGH_BITS, ROUGH_GROUP)):
+        blocks, size = Quantized.shape(matrix.outs, matrix.ins, ROUGH_BITS, ROUGH_GROUP)
+        if self.weight.nbytes < _ROUGH_GAIN * blocks * size:
             return self
         floats = native.operations_for(torch.empty(0, dtype=torch.float32))
         assert floats is not None, "there are operations for the matrix"
