@@ -106,7 +106,7 @@ def make_drafter(
         )
     facts = info(target)
     own = whole if facts is None else str(facts.dtype).removeprefix("torch.")
-    if draft is None and own != whole is not None:
+    if draft is None and whole not in (None, own):
         raise UserError(f"draft_dtype: expected auto, int8, int4 or {own}, the dtype of a head's target, got {whole}")
     changes = {"temperature": temperature, "top_k": top_k}
     context = DrafterContext(
