@@ -43,6 +43,7 @@ class CodeMutant(NamedTuple):
 _NATIVE, _GGML, _OWN = "native/test_native.py", "native/test_ggml.py", "native/test_own_types.py"
 _MIXTURE = "backends/lean/test_mixture.py"
 _STATES, _QUANTIZED = "native/test_native_recurrent.py", "backends/products/test_quantized.py"
+_OUTPUT = "backends/products/test_drafting_output.py"
 _HYBRID, _KEYS = "backends/lean/test_hybrid.py", "backends/lean/test_rounded_kv.py"
 MUTANTS = (
     CodeMutant("typed.h", "sqrtf(sum_of(squares) + least)", "sqrtf(sum_of(squares))", _NATIVE),
@@ -73,6 +74,12 @@ MUTANTS = (
     ),
     CodeMutant("quantized.h", "splat(1.0f / 255)", "splat(1.0f / 250)", _QUANTIZED),
     CodeMutant("quantized.h", "tiles[end - row][1](p, row, block);", "tiles[end - row][1](p, 0, block);", _QUANTIZED),
+    CodeMutant(
+        "rescore.h", "multiply_add(splat(least), inputs, sum)", "multiply_add(splat(least), dots, sum)", _OUTPUT
+    ),
+    CodeMutant(
+        "ggml.h", "store_units(to + (k + i) * LANES, turned[i])", "store_units(to + k * LANES, turned[i])", _OUTPUT
+    ),
     CodeMutant("rescore.h", "if (passes(kept[i], &least))", "if (i && passes(kept[i], &least))", _QUANTIZED),
     CodeMutant(
         "rows.h",

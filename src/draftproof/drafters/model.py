@@ -121,7 +121,8 @@ class ModelDrafter(ModelBacked):
         self, active: list[_Chain], outputs: Sequence[FeedOutput], rng: RoundRng, step: int
     ) -> Float[Tensor, " active"] | None:
         """Draw the next token of every active chain; return the stopper's signals for them."""
-        q = torch.cat([self._row(chain, output) for chain, output in zip(active, outputs, strict=True)])
+        rows = [self._row(chain, output) for chain, output in zip(active, outputs, strict=True)]
+        q = torch.cat(rows) if len(rows) > 1 else rows[0]  # a copy of a row takes as long as its softmax
         drawn = rng.at(Purpose.DRAFT, step, [chain.row for chain in active]).categorical(q)
         for chain, token, row in zip(active, drawn, q, strict=True):
             chain.tokens.append(token)

@@ -38,6 +38,7 @@ class DrafterContext:
     argument: str  # the argument in `spec`
     changes: dict[str, Any]  # temperature and top_k of the draft, if they differ from the request's
     bits: int | None = None  # bits of a quantized head's weights; the draft model is already quantized
+    whole: bool = False  # whether a head keeps its dtype, and its output layer all bits
     rule: Verifier | None = None  # the rule that will verify the drafts; None if unknown
     ready: Stopper | None = None  # the stopper, if it is already made
     budget: float = math.inf  # drafted tokens of a round, over all its requests
@@ -64,10 +65,16 @@ class DrafterContext:
         """A head with weights of the bits that were asked for.
 
         Where nothing was asked for, a head of floats would read as much as a good part of a target of few bits. So on a
-        CPU it has 8 bits there, if it can be rounded.
+        CPU it has 8 bits there, if it can be rounded and need not be whole.
         """
         facts = info(self.target)
-        if self.bits is None and facts is not None and facts.bits is not None and self.target.device.type == "cpu":
+        if (
+            self.bits is None
+            and not self.whole
+            and facts is not None
+            and facts.bits is not None
+            and self.target.device.type == "cpu"
+        ):
             with suppress(UserError):  # no such form of it here, or a reason that is raised below, too
                 return make(_HEAD_BITS)
         return make(self.bits)

@@ -397,13 +397,14 @@ def make_drafter(
     temperature: float | None = None,
     top_k: int | None = None,
     bits: int | None = None,
+    whole: str | None = None,
     rule: Verifier | None = None,
     budget: float = math.inf,
 ) -> Drafter:
     """Make a drafter from "name" or "name:argument"; the default is `auto`.
 
-    `temperature` and `top_k` override the request's for the draft. With `bits`, `draft` is already quantized. See
-    `DrafterContext` for the other arguments.
+    `temperature` and `top_k` override the request's for the draft. With `bits`, `draft` is already quantized. `whole`
+    is a dtype, in which a head keeps all its weights. See `DrafterContext` for the other arguments.
     """
     spec = name or DEFAULT_DRAFTER
     part, argument = find_drafter(spec)
@@ -422,6 +423,20 @@ def make_drafter(
             f"draft_dtype int{bits} is for a draft model or a head, but drafter {spec} has none: leave it out, "
             f"or choose drafter quantized:{bits}, the target with such weights"
         )
+    facts = info(target)
+    own = whole if facts is None else str(facts.dtype).removeprefix("torch.")
+    if draft is None and whole not in (None, own):
+        raise UserError(f"draft_dtype: expected auto, int8, int4 or {own}, the dtype of a head's target, got {whole}")
     changes = {"temperature": temperature, "top_k": top_k}
-    context = DrafterContext(target, draft, stopper, spec, part, argument, changes, bits, rule, budget=budget)
+    context = DrafterContext(
+        target, draft, stopper, spec, part, argument, changes, bits, whole is not None, rule, budget=budget
+    )
     return part.make(context, argument)
+
+
+def names_head(spec: str | None) -> bool:
+    """Whether a drafter is a head, or `auto` with one."""
+    if spec is None or spec == DEFAULT_DRAFTER:
+        return False
+    part, _ = find_drafter(spec.removeprefix(f"{DEFAULT_DRAFTER}:"))
+    return part.name == "feature_head" or part in PUBLISHED

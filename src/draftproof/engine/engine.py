@@ -151,6 +151,8 @@ class Engine(DecodingLoop):
         named = {} if draft is None else {"draft": draft.name}  # by which a stopper finds the head that ships for it
         made = (options or EngineOptions()).changed(**named, **changes)
         use_processors(made.threads, made.numa)
+        if draft is not None and made.draft_dtype == "auto":
+            draft = draft.for_drafts()
         if made.max_model_len is not None:
             target.use_context(made.max_model_len)
             if draft is not None:
@@ -194,6 +196,7 @@ def _drafter_of(made: EngineOptions, target: SlotBackend, draft: DraftBackend | 
         temperature=made.draft_temperature,
         top_k=made.draft_top_k,
         bits=bits,
+        whole=made.whole_draft,
         rule=rule,
         budget=float(made.draft_budget or math.inf),
     )

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from draftproof.backends.heads.published.files import head_algorithm
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.options import draft_dtype as read_draft_dtype
-from draftproof.engine.drafter_parts import DEFAULT_DRAFTER
+from draftproof.engine.drafter_parts import DEFAULT_DRAFTER, names_head
 from draftproof.engine.memory import read_bytes
 from draftproof.engine.stopper_parts import make_stopper
 from draftproof.engine.verifier_parts import make_verifier
@@ -51,8 +51,9 @@ class EngineOptions:
             to be accepted; for drafters of single chains. Without it, each request's stopper decides alone, and "auto"
             decides for all together.
         dtype: number format of both models: auto, float32, bfloat16 or float16.
-        draft_dtype: another number format for the draft; int8 or int4 quantizes the draft model or head. On a CPU the
-            head of a target of few bits has 8 bits by default.
+        draft_dtype: another number format for the draft; int8 or int4 quantizes the draft model or head. By default, on
+            a CPU, the head of a target of few bits has 8, and a large output layer is rounded whose largest outputs are
+            computed again; a dtype that is named, of a head the target's, keeps them whole.
         device: device of both models: cpu, cuda, cuda:1; without it an accelerator if there is one. "auto", or in
             Python a mapping from part names to a device or "disk", spreads the target (needs accelerate).
         backend: implementation of the forward pass: a name of BACKENDS. "auto" uses "lean" if it supports the model,
@@ -155,6 +156,11 @@ class EngineOptions:
         """Number of bits that the draft's weights are quantized to; None if they are kept."""
         return read_draft_dtype(self.draft_dtype, self.dtype)[1]
 
+    @property
+    def whole_draft(self) -> str | None:
+        """The dtype that was named for the draft, whose weights all stay in it; None without one."""
+        return None if self.draft_dtype == "auto" or self.draft_bits is not None else self.draft_dtype
+
     def of_head(self) -> EngineOptions:
         """These options, with the head as a source of `auto` if `draft` names a published head."""
         algorithm = None if self.draft is None else head_algorithm(self.draft)
@@ -168,8 +174,8 @@ class EngineOptions:
         return replace(self, draft=None, drafter=f"{DEFAULT_DRAFTER}:{algorithm}:{self.draft}")
 
     def refuse_draft_dtype_alone(self) -> None:
-        """Refuse a number format for the draft if there is no draft model."""
-        if self.draft is None and self.draft_bits is None and self.draft_dtype != "auto":
+        """Refuse a number format for the draft if there is no draft model and no head is named."""
+        if self.draft is None and self.whole_draft is not None and not names_head(self.drafter):
             raise UserError(
                 f"draft_dtype is {self.draft_dtype!r}, but there is no draft model: leave it out, or name one"
             )

@@ -31,7 +31,7 @@ def _head(name: str, load: Callable[[str, SlotBackend], TargetHead]) -> Callable
         where, chains = _named(name, argument)
 
         def read(bits: int | None) -> TargetHead:
-            with rounded_head(f"the head {where}", bits):
+            with rounded_head(f"the head {where}", bits, whole=parts.whole):
                 return load(where, parts.target_backend(name))
 
         return parts.head_drafter(parts.with_head_bits(read), name, chains)
@@ -73,7 +73,7 @@ def _mtp(parts: DrafterContext, argument: str) -> Drafter:
     own = not argument or (argument.startswith("x") and argument[1:].isdecimal())  # nothing, or xK
     where, chains = ("", own_chain_count(argument)) if own else source(argument)
     target = parts.target_backend("mtp")
-    with rounded_head(f"the head {where or 'of the target itself'}", parts.bits):
+    with rounded_head(f"the head {where or 'of the target itself'}", parts.bits, whole=parts.whole):
         head: TargetHead = mtp_head_backend(where, target) if where else mtp_backend(target)
     return parts.head_drafter(head, "mtp", chains)
 

@@ -127,6 +127,11 @@ class StoredMatrix(Immutable):
         """Whether its numbers are floats of its dtype, so that products need no other form of it."""
         return _FLOATS.get(self.type) == self.dtype
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether its outputs and inputs are in the order of its bytes."""
+        return self.rows is None and self.inputs is None
+
     def plain(self) -> Float[Tensor, "outs ins"]:
         """Its numbers where they are, if it is plain; a copy where its rows have another order."""
         made = self.content.view(self.dtype).view(self.outs, self.ins)

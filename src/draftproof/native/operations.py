@@ -43,6 +43,7 @@ BLOCK, PIECE = 512, 1 << 14  # as in native.c
 MOST_EXPERTS = 1024  # as in native.c
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # of gates; the last one is gpt-oss's
 NEIGHBOURS = 64  # entries of a row of logits whose maximum is taken together
+_TOGETHER = 1 << 22  # numbers of a stored matrix that are floats at once while it is quantized
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 
 
@@ -100,13 +101,14 @@ class Operations(Immutable):
         )
         self._ggml_product = function(f"ggml_product_{suffix}", [pointer] * 5 + [number] * 3 + [pointer, number])
         self._ggml_rows = function("ggml_rows", [pointer] * 3 + [number] * 3)
+        self._ggml_interleave = function("ggml_interleave", [pointer] * 2 + [number] * 4)
         self._ggml_repack = function("ggml_repack", [pointer] * 3 + [number] * 4)
         _require_same_layouts(function("ggml_sizes", [number, pointer], ctypes.c_int))
         self._rows_product = function(f"rows_product_{suffix}", [pointer] * 6 + [number] * 6)
         self._quantized_rows_product = function(
             f"quantized_rows_product_{suffix}", [pointer] * 5 + [number] * 6 + [pointer, number]
         )
-        self._rescore = function(f"rescore_{suffix}", [pointer] * 6 + [number] * 7)
+        self._rescore = function(f"rescore_{suffix}", [pointer] * 6 + [number] * 8)
         self._norm = function(f"norm_{suffix}", [pointer] * 3 + [number] * 2 + [real, number])
         self._gated = function(f"gated_{suffix}", [pointer] * 2 + [number] * 4)
         self._legal = function(f"legal_{suffix}", [pointer] + [number] * 2, ctypes.c_int)
@@ -311,23 +313,50 @@ class Operations(Immutable):
         made = made if matrix.inputs is None else made[..., matrix.inputs.argsort()]
         return made.to(self.dtype)
 
+    def ggml_quantized(self, matrix: StoredMatrix, bits: int, group: int) -> Quantized:
+        """A stored matrix with fewer bits, by the rounding of `quantize`; of rows in float32 only.
+
+        It is read a part at a time, and the pages of its file are let go.
+        """
+        if self.dtype != torch.float32 or not matrix.is_in_order:
+            raise ValueError("expected operations on float32, and a matrix whose rows and inputs are in order")
+        made = torch.empty(Quantized.shape(matrix.outs, matrix.ins, bits, group), dtype=torch.uint8)
+        together, size = max(_TOGETHER // (LANES * matrix.ins), 1) * LANES, len(matrix.content) // matrix.outs
+        for start in range(0, matrix.outs, together):
+            outs = min(together, matrix.outs - start)
+            blocks = torch.empty(Interleaved.shape(outs, matrix.ins, self._unit), dtype=torch.float32)
+            addresses = matrix.content[start * size :].data_ptr(), blocks.data_ptr()
+            self._ggml_interleave(*addresses, outs, matrix.ins, matrix.type, torch.get_num_threads())
+            part = self.quantize(Interleaved(blocks, outs, matrix.ins), bits, group).blocks
+            made[start // LANES : start // LANES + len(part)] = part
+            if matrix.release is not None:
+                matrix.release()
+        return Quantized(made, matrix.outs, matrix.ins, bits, group)
+
     def rescore(
         self,
         logits: Float[Tensor, "*rows out"],
         x: Float[Tensor, "*rows in"],
-        weight: Float[Tensor, "out in"] | Interleaved,
+        weight: Float[Tensor, "out in"] | Interleaved | StoredMatrix,
         bias: Float[Tensor, " out"] | None = None,
         *,
         count: int,
     ) -> None:
-        """Replace the largest entries of each row of logits by those of x W^T + b; the weight is plain or in C's order.
+        """Replace the largest entries of each row of logits by those of x W^T + b.
+
+        The weight is plain, in C's order, or stored as in a file: rows of it are read one by one then.
 
         Logits are contiguous; NaN stays. `count` entries of a row are replaced, at most as many as there are.
         """
         x, (outs, ins) = x.contiguous(), (logits.shape[-1], x.shape[-1])
-        blocked = isinstance(weight, Interleaved)
-        numbers = weight.blocks if isinstance(weight, Interleaved) else weight
-        require("weight", numbers, self.dtype, Interleaved.shape(outs, ins, self._unit) if blocked else (outs, ins))
+        blocked, kind = isinstance(weight, Interleaved), 0
+        if isinstance(weight, StoredMatrix):
+            if tuple(weight.shape) != (outs, ins) or not weight.is_in_order:
+                raise ValueError(f"expected a weight of {outs} x {ins} in order, got {tuple(weight.shape)}")
+            numbers, kind = weight.content, weight.type
+        else:
+            numbers = weight.blocks if isinstance(weight, Interleaved) else weight
+            require("weight", numbers, self.dtype, Interleaved.shape(outs, ins, self._unit) if blocked else (outs, ins))
         require("x", x, self.dtype, (*logits.shape[:-1], ins))
         require("logits", logits, self.dtype)
         if bias is not None:
@@ -339,7 +368,7 @@ class Operations(Immutable):
         size = 2 * -(-outs // NEIGHBOURS) + 3 * count * NEIGHBOURS
         memory = torch.empty(threads * size, dtype=torch.float32)
         addresses = x.data_ptr(), numbers.data_ptr(), _address(bias), logits.data_ptr()
-        sizes = rows, outs, ins, count, int(blocked), size
+        sizes = rows, outs, ins, count, int(blocked), kind, size
         self._rescore(*addresses, places.data_ptr(), memory.data_ptr(), *sizes, threads)
 
     def norm(

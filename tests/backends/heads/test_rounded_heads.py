@@ -1,5 +1,7 @@
 """Published heads whose weights are rounded to few bits: other drafts, and the target's distribution all the same."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -136,3 +138,26 @@ def test_exact_output_distribution_with_a_rounded_output_layer_of_the_target(tmp
 
     assert isinstance(drafter().model.backend.net.logits, RescoredProduct)
     assert_output_distribution(target, drafter, "block", length=3, tolerance=1e-5)
+
+
+def test_a_head_stays_whole_where_its_dtype_is_named(tmp_path, monkeypatch):
+    """Over a target of few bits, where it would have 8, with the target's output layer, which is large."""
+    make_large(monkeypatch)
+    target, rounded, quantized = tiny_target(), [], PackedLinear.quantized
+    target.facts = replace(target.facts, bits=4)
+    folder, own = WRITERS["eagle"](tmp_path / "head", target), str(target.dtype).removeprefix("torch.")
+
+    def counted(self, bits, *args, **kwargs):
+        rounded.append(bits)
+        return quantized(self, bits, *args, **kwargs)
+
+    monkeypatch.setattr(PackedLinear, "quantized", counted)
+    for whole in (None, own):
+        rounded.clear()
+        drafter = make_drafter(f"eagle:{folder}", target=target, draft=None, stopper="fixed:3", whole=whole)
+        assert isinstance(drafter.model.backend.net.logits, RescoredProduct) is (whole is None)
+        assert (8 in rounded) is (whole is None)
+        assert bool(rounded) is (whole is None)
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[own]
+    with pytest.raises(UserError, match=f"draft_dtype: expected auto, int8, int4 or {own}, .*, got {other}"):
+        make_drafter(f"eagle:{folder}", target=target, draft=None, stopper="fixed:3", whole=other)

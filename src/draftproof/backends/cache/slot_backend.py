@@ -158,6 +158,10 @@ class SlotBackend(ABC):
         assert made is not None, "the last step gives the model"
         return made
 
+    def for_drafts(self) -> SlotBackend:
+        """The model as a draft model, in the same cache: a large output layer is rounded; itself where none is."""
+        return self
+
     def rounded(self, bits: int) -> SlotBackend:
         """The model with linear weights of 4 or 8 bits as a target, and an empty cache; this backend is used up.
 

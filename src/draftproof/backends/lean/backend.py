@@ -86,6 +86,7 @@ class LeanForward(SlotBackend):
         self.embed = lean.embed
         length = lean.traits.length
         self._switch = FactorSwitch(lambda: length) if length else None
+        self._drafting: LeanForward | None = None
 
     @property
     def products(self) -> str:
@@ -127,6 +128,13 @@ class LeanForward(SlotBackend):
         made.capabilities = self.capabilities
         made.prefill = self.prefill
         return made
+
+    @override
+    def for_drafts(self) -> LeanForward:
+        if self._drafting is None:  # several engines may share it
+            lean = self.lean.for_drafts()
+            self._drafting = self if lean.head is self.lean.head else self._form(self.facts, lean, self._cache)
+        return self._drafting
 
     @override
     def quantizing(self, bits: int) -> Iterator[LeanForward | None]:

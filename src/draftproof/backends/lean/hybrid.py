@@ -292,8 +292,8 @@ class HybridLean(Lean):
             raise UnreadError("its attention differs from layer to layer")
         return self._layer(layer, number, number, self._heads)
 
+    @override
     def for_drafts(self) -> HybridLean:
-        """The same with the output layer that a head drafts with (`PackedLinear.for_drafts`)."""
         made = copy.copy(self)
         made.head = self.head.for_drafts()
         return made

@@ -117,6 +117,12 @@ class Lean:
             why = f"its heads have {dim} numbers, and native attention takes at most {MOST_DIM}"
         return f"{why}, and torch's sums depend on the rows of a pass"
 
+    def for_drafts(self) -> Lean:
+        """The same with the output layer of a draft model (`PackedLinear.for_drafts`)."""
+        made, table = copy.copy(self), self.embed.weight
+        made.head = self.head.for_drafts(table if self.tied and isinstance(table, Tensor) else None)
+        return made
+
     def first(self, layers: int) -> Lean:
         """The same with its first layers only."""
         return self._of(self.layers[:layers])

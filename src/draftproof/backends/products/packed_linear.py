@@ -35,6 +35,7 @@ ROUGH_OUTPUTS = 100_000  # from so many outputs on, an output layer has ROUGH_BI
 ROUGH_BITS, ROUGH_GROUP = 2, 64
 DRAFTED_BITS = 4  # of a target's output layer that a head drafts with, if it is that large and rows lie apart
 ROUGH_SHARE = 128  # one of so many outputs is computed again then
+_ROUGH_GAIN = 1.5  # how many times as many bytes a stored output layer has, at least, where a rough copy is made of it
 GROUP = 32  # inputs that share a scale in a quantized weight
 REORDERED = "reordered"  # layout of a native product whose inputs change their order first, which C code does not do
 _CHECKED = 64  # outputs of a stored matrix that are compared with torch's
@@ -168,7 +169,7 @@ class PackedLinear:
         return RescoredProduct(rough, whole, self.bias, count)
 
     def for_drafts(self, table: Float[Tensor, "out in"] | None = None) -> PackedLinear:
-        """A target's output layer as a head drafts with it: rounded if it is large, as reading it is most of a draft.
+        """An output layer as heads and draft models have it: rounded if it is large, as reading it is much of a draft.
 
         The largest outputs are whole, so greedy drafts are nearly always the same. `table` as of `quantized_output`.
         """
@@ -252,7 +253,7 @@ class RescoredProduct(PackedLinear):
     def __init__(
         self,
         rough: PackedLinear,
-        table: Float[Tensor, "out in"] | Interleaved,
+        table: Float[Tensor, "out in"] | Interleaved | StoredMatrix,
         bias: Float[Tensor, " out"] | None,
         count: int,
     ) -> None:
@@ -262,8 +263,12 @@ class RescoredProduct(PackedLinear):
         self._rough = rough
         self._table = table
         self._count = count
-        blocks = table.blocks if isinstance(table, Interleaved) else table
-        self._operations = native.operations_for(blocks) if blocks.is_contiguous() else None
+        self._operations: Operations | None
+        if isinstance(table, StoredMatrix):
+            self._operations = operations_for_stored(table)
+        else:
+            blocks = table.blocks if isinstance(table, Interleaved) else table
+            self._operations = native.operations_for(blocks) if blocks.is_contiguous() else None
 
     def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The outputs of every row."""
@@ -274,12 +279,17 @@ class RescoredProduct(PackedLinear):
             return made
         logits = made.view(-1, made.shape[-1])
         chosen = largest(logits, count)
-        whole = self._table.rows(chosen) if isinstance(self._table, Interleaved) else F.embedding(chosen, self._table)
+        whole = self._whole(chosen)
         again = torch.bmm(whole.float(), x.reshape(len(logits), x.shape[-1], 1).float()).squeeze(-1)
         if self.bias is not None:
             again += self.bias[chosen]
         logits.scatter_(-1, chosen, again.to(logits.dtype))
         return made
+
+    def _whole(self, chosen: Int[Tensor, "rows count"]) -> Float[Tensor, "rows count in"]:
+        if isinstance(self._table, StoredMatrix):
+            return operations_for_stored(self._table).ggml_rows(self._table, chosen)
+        return self._table.rows(chosen) if isinstance(self._table, Interleaved) else F.embedding(chosen, self._table)
 
 
 def _on_device() -> Any:
@@ -480,6 +490,22 @@ class StoredProduct(PackedLinear):
         if all(each.type in SIXTEEN_BITS for each in self.weight.segments):
             return f"its weights stay as the file has them ({', '.join(self._types)})"
         return f"its weights have few bits already ({', '.join(self._types)})"
+
+    @override
+    def for_drafts(self, table: Float[Tensor, "out in"] | None = None) -> PackedLinear:
+        """The same with rows of the file in place of a table, which stay mapped; where that reads much less."""
+        matrix = self._matrices[0] if len(self._matrices) == 1 else None
+        if matrix is None or matrix.outs < ROUGH_OUTPUTS or not matrix.is_in_order:
+            return self
+        blocks, size = Quantized.shape(matrix.outs, matrix.ins, ROUGH_BITS, ROUGH_GROUP)
+        if self.weight.nbytes < _ROUGH_GAIN * blocks * size:
+            return self
+        floats = native.operations_for(torch.empty(0, dtype=torch.float32))
+        assert floats is not None, "there are operations for the matrix"
+        rough = copy.copy(self)
+        rough.weight = floats.ggml_quantized(matrix, ROUGH_BITS, ROUGH_GROUP)
+        rough._multiply = self._operations.quantized_product  # noqa: SLF001 - of this class
+        return RescoredProduct(rough, matrix, self.bias, matrix.outs // ROUGH_SHARE)
 
     @override
     def rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids in"]:

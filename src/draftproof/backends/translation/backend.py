@@ -93,6 +93,10 @@ class TranslatedSlotBackend(TranslatedBackend):
         """The same translation of a draft model with quantized weights."""
         return TranslatedSlotBackend(self._slots.quantized(bits), self._map)
 
+    def for_drafts(self) -> TranslatedSlotBackend:
+        """The same translation of a draft model as it drafts."""
+        return TranslatedSlotBackend(self._slots.for_drafts(), self._map)
+
     def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> TranslatedSlotBackend:
         """The same translation of a draft model with other weights."""
         return TranslatedSlotBackend(self._slots.with_weights(weights), self._map)

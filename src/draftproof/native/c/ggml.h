@@ -275,28 +275,85 @@ INLINE uint16_t ggml_sixteen_bits(const uint8_t *row, long k) {
   return number;
 }
 
-/* y [count, ins]: rows of a matrix in a file, as the file's numbers stand for. */
+/* The numbers of a decoded block without their scales: less the offset, or what their places stand for. */
+static void ggml_values(const ggml_decoded *b, ggml_form f, int count, float *to) {
+  if (f.levels)
+    for (int k = 0; k < count; k++) to[k] = GGML_LEVELS[f.levels - 1][b->numbers[k]];
+  else if (f.places)
+    for (int k = 0; k < count; k++) to[k] = (float)(GGML_PLACES[f.places - 1][b->numbers[k]] - f.offset);
+  else
+    for (int k = 0; k < count; k++) to[k] = (float)(b->numbers[k] - f.offset);
+}
+
+/* How many numbers of a row `ggml_part_of_row` makes at `start`: those of a block of the file. */
+INLINE int ggml_part(const ggml_type *t, long ins, long start) {
+  return t->elements > 1 ? t->elements : ins - start < 256 ? (int)(ins - start) : 256;
+}
+
+/* Numbers of a row of a matrix in a file, as the file's numbers stand for. */
+static void ggml_part_of_row(const ggml_type *t, const uint8_t *row, long ins, long start, float *to) {
+  const ggml_form f = ggml_forms[t->form];
+  const int count = ggml_part(t, ins, start);
+  ggml_decoded b;
+  if (f.bits == 16) {
+    for (int k = 0; k < count; k++) {
+      const uint16_t number = ggml_sixteen_bits(row, start + k);
+      to[k] = f.is_wide ? bfloat16_value(number) : half_value(number);
+    }
+    return;
+  }
+  ggml_decode(t->type, row + start / t->elements * t->bytes, &b);
+  ggml_values(&b, f, count, to);
+  for (int g = 0; g < count / f.group; g++) {
+    float scale, least;
+    ggml_range(&b, f, g, &scale, &least);
+    for (int k = g * f.group; k < (g + 1) * f.group; k++) to[k] = scale * to[k] + (f.has_least ? least : 0);
+  }
+}
+
+INLINE long ggml_row_size(const ggml_type *t, long ins) { return ins / t->elements * t->bytes; }
+
+/* y [count, ins]: rows of a matrix in a file. */
 void draftproof_ggml_rows(const uint8_t *from, const int64_t *ids, float *y, long count, long ins, long type) {
   const ggml_type *t = ggml_type_of(type);
-  const ggml_form f = ggml_forms[t->form];
-  const long size = ins / t->elements * t->bytes;
-  ggml_decoded b;
-  for (long i = 0; i < count && f.bits == 16; i++)
-    for (long k = 0; k < ins; k++) {
-      const uint16_t number = ggml_sixteen_bits(from + ids[i] * size, k);
-      y[i * ins + k] = f.is_wide ? bfloat16_value(number) : half_value(number);
-    }
-  for (long i = 0; i < count && f.bits < 16; i++)
-    for (long start = 0; start < ins; start += t->elements) {
-      ggml_decode(t->type, from + ids[i] * size + start / t->elements * t->bytes, &b);
-      for (int k = 0; k < t->elements; k++) {
-        float scale, least;
-        ggml_range(&b, f, k / f.group, &scale, &least);
-        const uint8_t n = f.places ? GGML_PLACES[f.places - 1][b.numbers[k]] : b.numbers[k];
-        const float number = f.levels ? GGML_LEVELS[f.levels - 1][n] : (float)(n - f.offset);
-        y[i * ins + start + k] = scale * number + (f.has_least ? least : 0);
+  for (long i = 0; i < count; i++)
+    for (long start = 0; start < ins; start += ggml_part(t, ins, start))
+      ggml_part_of_row(t, from + ids[i] * ggml_row_size(t, ins), ins, start, y + i * ins + start);
+}
+
+typedef struct {
+  const uint8_t *from;
+  float *to;
+  long outs, ins;
+  const ggml_type *type;
+} ggml_interleaving;
+
+static void share_interleaving(void *given) {
+  const ggml_interleaving *r = given;
+  const ggml_type *t = r->type;
+  const long blocks = (r->outs + LANES - 1) / LANES, number = thread_number(), count = thread_count();
+  float each[LANES][256];
+  memset(each, 0, sizeof each);
+  for (long block = blocks * number / count; block < blocks * (number + 1) / count; block++)
+    for (long start = 0; start < r->ins; start += ggml_part(t, r->ins, start)) {
+      const long part = ggml_part(t, r->ins, start), rows = r->outs - block * LANES;
+      float *to = r->to + (block * r->ins + start) * LANES;
+      for (long lane = 0; lane < LANES && lane < rows; lane++)
+        ggml_part_of_row(t, r->from + (block * LANES + lane) * ggml_row_size(t, r->ins), r->ins, start, each[lane]);
+      for (long lane = rows; lane < LANES; lane++) memset(each[lane], 0, sizeof each[lane]);
+      for (long k = 0; k < part; k += LANES) {
+        units turned[LANES];
+        for (int lane = 0; lane < LANES; lane++) turned[lane] = load_units(each[lane] + k);
+        exchange(turned);
+        for (long i = 0; i < LANES && k + i < part; i++) store_units(to + (k + i) * LANES, turned[i]);
       }
     }
+}
+
+/* Rows of a matrix in a file in the order of `product`, in float32: [outs / 16][ins][16], with zeros beyond the last one. */
+void draftproof_ggml_interleave(const uint8_t *from, float *to, long outs, long ins, long type, long threads) {
+  ggml_interleaving r = {from, to, outs, ins, ggml_type_of(type)};
+  parallel(share_interleaving, &r, (unsigned)(threads > 1 ? threads : 1), 0);
 }
 
 typedef struct {

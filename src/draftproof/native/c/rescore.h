@@ -5,7 +5,9 @@
    pieces with the largest maxima, since each of these has at least one as large as anything outside. */
 
 typedef struct {
-  const ELEM *x, *w, *bias; /* w: [outs, ins], or as `product` reads it */
+  const ELEM *x, *w, *bias; /* w: [outs, ins], or as `product` reads it; 0 where it is stored */
+  const uint8_t *stored;    /* [outs], as a file has it (ggml.h) */
+  const ggml_type *type;
   ELEM *y;
   long *places;  /* [rows, count]; -1 where a row has fewer outputs that are numbers */
   float *memory; /* [threads, size] */
@@ -64,7 +66,43 @@ static void NAME(share_choosing)(void *given) {
     NAME(choose_outputs)(r, row, r->memory + number * r->size);
 }
 
+/* Numbers that share a scale are multiplied with inputs before it multiplies their sums. */
+static float NAME(stored_output)(const NAME(rescoring) * r, const ELEM *x, long out) {
+  const ggml_type *t = r->type;
+  const ggml_form f = ggml_forms[t->form];
+  const uint8_t *row = r->stored + out * ggml_row_size(t, r->ins);
+  floats sum = zeros();
+  float numbers[256] = {0}, scale, least;
+  ggml_decoded b;
+  for (long start = 0; start < r->ins; start += ggml_part(t, r->ins, start)) {
+    const int part = ggml_part(t, r->ins, start);
+    if (f.bits == 16) {
+      ggml_part_of_row(t, row, r->ins, start, numbers);
+      for (long k = 0; k < part; k += LANES) {
+        const floats w = first_of(part - k, load_float(numbers + k), zeros());
+        sum = multiply_add(w, NAME(load_first)(x + start + k, part - k), sum);
+      }
+      continue;
+    }
+    ggml_decode(t->type, row + start / t->elements * t->bytes, &b);
+    ggml_values(&b, f, part, numbers);
+    for (int g = 0; g < part / f.group; g++) {
+      floats dots = zeros(), inputs = zeros();
+      for (int k = g * f.group; k < (g + 1) * f.group; k += LANES) {
+        const floats v = NAME(load)(x + start + k);
+        dots = multiply_add(load_float(numbers + k), v, dots);
+        inputs = add(inputs, v);
+      }
+      ggml_range(&b, f, g, &scale, &least);
+      sum = multiply_add(splat(scale), dots, sum);
+      if (f.has_least) sum = multiply_add(splat(least), inputs, sum);
+    }
+  }
+  return sum_of(sum);
+}
+
 static float NAME(whole_output)(const NAME(rescoring) * r, const ELEM *x, long out) {
+  if (r->stored) return NAME(stored_output)(r, x, out);
   if (!r->blocked) {
     const ELEM *w = r->w + out * r->ins;
     floats sums[4] = {zeros(), zeros(), zeros(), zeros()}; /* one alone would wait for itself */
@@ -90,11 +128,12 @@ static float NAME(whole_output)(const NAME(rescoring) * r, const ELEM *x, long o
 static void NAME(share_rescoring)(void *given) {
   const NAME(rescoring) *r = given;
   const long all = r->rows * r->count, number = thread_number(), count = thread_count();
-  const long stop = all * (number + 1) / count, step = 64 / (long)sizeof(ELEM);
+  const long stop = all * (number + 1) / count, size = r->stored ? ggml_row_size(r->type, r->ins) : r->ins * (long)sizeof(ELEM);
+  const char *rows = r->stored ? (const char *)r->stored : (const char *)r->w;
   for (long at = all * number / count; at < stop; at++) {
     const long row = at / r->count, out = r->places[at];
     if (!r->blocked && at + 1 < stop && r->places[at + 1] >= 0)
-      for (long k = 0; k < r->ins; k += step) __builtin_prefetch(r->w + r->places[at + 1] * r->ins + k);
+      for (long k = 0; k < size; k += 64) __builtin_prefetch(rows + r->places[at + 1] * size + k);
     if (out < 0) continue;
     floats made = splat(NAME(whole_output)(r, r->x + row * r->ins, out));
     if (r->bias) made = add(made, NAME(load_first)(r->bias + out, 1));
@@ -103,12 +142,14 @@ static void NAME(share_rescoring)(void *given) {
 }
 
 /* The `count` largest outputs of each row y [rows, outs] become x w^T (+ bias), summed in float32 and rounded once.
-   w is [outs, ins], or where `blocked` as `product` reads it. `places` is for rows * count numbers; `memory` for
-   `size` numbers of each thread, at least two for each piece and 3 NEIGHBOURS for each output that is chosen. */
-void NAME(draftproof_rescore)(const ELEM *x, const ELEM *w, const ELEM *bias, ELEM *y, long *places, float *memory,
-                              long rows, long outs, long ins, long count, long blocked, long size, long threads) {
+   w is [outs, ins], or where `blocked` as `product` reads it, or of ggml's `type` (else 0) as a file has it. `places` is for
+   rows * count numbers; `memory` for `size` numbers of each thread, at least two for each piece and 3 NEIGHBOURS for each
+   output that is chosen. */
+void NAME(draftproof_rescore)(const ELEM *x, const void *w, const ELEM *bias, ELEM *y, long *places, float *memory,
+                              long rows, long outs, long ins, long count, long blocked, long type, long size, long threads) {
   const long pieces = (outs + NEIGHBOURS - 1) / NEIGHBOURS, most = count < outs ? count : outs;
-  NAME(rescoring) r = {x, w, bias, y, places, memory, rows, outs, ins, most, blocked, pieces, size};
+  NAME(rescoring) r = {x,      type ? 0 : w, bias, type ? w : 0, ggml_type_of(type), y, places, memory, rows,
+                       outs,   ins,          most, blocked,      pieces,             size};
   if (rows < 1 || most < 1) return;
   parallel(NAME(share_choosing), &r, rows > 1 && threads > 1 ? (unsigned)threads : 1, 0);
   parallel(NAME(share_rescoring), &r, rows * most * ins > SMALL / 4 && threads > 1 ? (unsigned)threads : 1, 0);

@@ -23,6 +23,7 @@ from typing_extensions import override
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.base import Flat, LayeredNet, Passes
 from draftproof.backends.heads.published.files import HeadFiles
+from draftproof.backends.heads.published.rounding import stays_whole
 from draftproof.backends.hf.truncate import shallow
 from draftproof.backends.lean.attention import Pass
 from draftproof.backends.lean.hybrid import HybridLean
@@ -59,7 +60,7 @@ class HybridMtpNet(LayeredNet):
         layer = lean.layer_like(outer.mtp_block, 0)
         self.width = layer.size
         self.embed = lean.embed
-        self.logits = lean.for_drafts().logits
+        self.logits = (lean if stays_whole() else lean.for_drafts()).logits
         self._embedded = Norm(outer.enorm, offset=lean.traits.offset)
         self._given = Norm(outer.hnorm, offset=lean.traits.offset)
         self._norm = Norm(outer.post_norm, offset=lean.traits.offset)
