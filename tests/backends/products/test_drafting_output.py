@@ -18,7 +18,8 @@ from draftproof.backends.products import packed_linear as packed
 from draftproof.backends.products.packed_linear import RescoredProduct, StoredProduct
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.none import NoDrafter
-from draftproof.engine.registry import make_drafter, make_verifier, names_head
+from draftproof.engine.drafter_parts import make_drafter, names_head
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.models.gguf_file import GGUFFile
 from draftproof.native import operations as native_operations
 from draftproof.native.ggml import LAYOUTS, SIXTEEN_BITS, TYPES, StoredMatrix
