@@ -174,8 +174,8 @@ class Mixer(Immutable):
         given = self.arguments
         sizes = [given.key_heads * given.dim, given.heads * given.size, given.heads, given.heads]
         keys, values, decays, betas = torch.split(inputs, sizes, -1)
-        keys = keys.unflatten(-1, (given.key_heads, given.dim))
-        values = values.unflatten(-1, (given.heads, given.size))
+        keys = keys.reshape(*keys.shape[:2], given.key_heads, given.dim)
+        values = values.reshape(*values.shape[:2], given.heads, given.size)
         operations = native.operations_for(values)
         assert operations is not None, "it was there when the inputs were made"
         replaces = self._parts.kind == "delta"
