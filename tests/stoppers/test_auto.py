@@ -419,6 +419,14 @@ def test_the_speed_comes_near_that_of_the_best_fixed_length(rate, draft, rows, l
     assert world.play(stopper, 4000) > 0.95 * best, "within 3%, and 2% for the statistics of 4000 rounds"
 
 
+@pytest.mark.usefixtures("clock")
+def test_costs_that_are_far_too_high_are_corrected_though_what_was_missed_must_be_read_first():
+    world = World(0.9, 0.3, seed=1)
+    stopper = Auto(assumed=AcceptanceRates(0.85, 0.85))
+    stopper.costs.restore({"draft": {"1": [0.0, 6.0]}, "rest": {"1": [1.0, 0.02]}, "read": {"1": 0.02}})
+    assert world.play(stopper, 200) > 1.2 * world.plain(200), "no draft at all has 1.0"
+
+
 @pytest.mark.parametrize("load", [False, True], ids=["quiet", "busy"])
 def test_the_speed_of_a_fixed_length_is_the_expected_one(load):
     world = World(0.8, 0.3, rows=4, load=load)

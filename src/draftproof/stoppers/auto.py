@@ -37,6 +37,8 @@ CREDIT, REGAIN = 8.0, 1 / 32  # measuring rounds that are allowed: at first, and
 CATCH_UP = 8  # rounds without a draft after which a draft model has much to read first
 READING = 0.12  # cost of one token that it reads then, of many at once, relative to a drafted one; assumed at first
 CHEAP = 0.25  # cost of reading, in plain rounds, up to which one token may be tried though nothing was saved for it
+# The same once costs are old, as a share of the rounds without a draft: if reading was measured, and if not.
+PAUSE_SHARE = 1 / 32, 1 / 8
 ANSWER, ANSWER_DECAY = 64.0, 0.9  # tokens of an answer that are assumed at first, and the weight of earlier answers
 STALE = (32, 1024)  # rounds without a draft after which the cost of drafts is measured again: at first, and later
 CACHE_SIZE = 4096  # number of cached choices
@@ -107,6 +109,7 @@ class Auto(StopperBase):
         self._again = 0  # remaining rounds of a trial
         # rounds since the last draft, and the number after which figures are stale
         self._unused = 0
+        self._paused = 0  # rounds without a draft until costs were last found to be old
         self._stale = STALE[0]
         self._reads_much = False
         # plain rounds' time that drafts must still have gained, had there been any, before the draft model catches up
@@ -184,6 +187,7 @@ class Auto(StopperBase):
         if costs.passes.is_old(batch) and best.length:
             return DraftPlan(measures=True)
         if self._unused > self._stale:
+            self._paused += self._unused
             self._unused = 0
             self._stale = min(2 * self._stale, STALE[1])
             self._again = 1 + self._catches_up
@@ -191,7 +195,8 @@ class Auto(StopperBase):
         if self._again:
             trial = self._trial(members, max(best.length, 2), rounds=self._again)
             self._again -= trial is not None
-            return trial
+            if trial is not None:
+                return trial
         return self._first_trial(costs, members, best)
 
     def _first_trial(
@@ -199,8 +204,10 @@ class Auto(StopperBase):
     ) -> DraftPlan | None:
         """A measuring round while costs are unknown, unless drafts would not pay anyway; else None."""
         batch = self._batch
-        # They pay even less than in smaller batches, or than by the time of reading prompts or an earlier run.
-        hopeless = not best.length and (costs.knows_fewer(batch) or costs.passes.is_foretold(batch))
+        # They pay even less than in smaller batches, or than by the time of reading prompts or an earlier run. Figures
+        # of an earlier run may be wrong, so after a long time without drafts they are not believed.
+        foretold = costs.is_foretold(batch, earlier=not self._again)
+        hopeless = not best.length and (costs.knows_fewer(batch) or foretold)
         if not costs.lacks(batch) or self._credit < 1 or hopeless:
             return None
         if not costs.passes.last_was_plain and costs.passes.lacks(batch):
@@ -213,7 +220,7 @@ class Auto(StopperBase):
             return trial
         # A debt may come from one outlier, and only a trial shows that.
         for rows, only in self._ways(members):
-            if self._missed(rows) <= CHEAP:
+            if self._missed(rows) <= self._bearable():
                 return DraftPlan(1, best.drafts, measures=True, only=only)
         return None
 
@@ -247,7 +254,17 @@ class Auto(StopperBase):
         if not tokens:
             return 0.0
         known = None if self.learned_costs is None else self.learned_costs.read(self._batch)
-        return tokens * (READING / self._batch * self.costs.at(self._batch).draft if known is None else known)
+        return tokens * (READING / self._batch * min(self.costs.at(self._batch).draft, 1.0) if known is None else known)
+
+    def _bearable(self) -> float:
+        """What reading may cost for a draft of one token that is tried though nothing was saved for it, in plain rounds.
+
+        Old costs may be wrong by any factor, so the longer they have kept drafts from being tried, the more it may be.
+        """
+        if not self._again:
+            return CHEAP
+        known = self.learned_costs is not None and self.learned_costs.read(self._batch) is not None
+        return max(CHEAP, PAUSE_SHARE[0 if known else 1] * self._paused)
 
     def _ways(self, members: Mapping[int, RequestRates]) -> Iterator[tuple[list[RequestRates], int | None]]:
         """Who may draft in a measuring round: all; or if the draft model must read, the request with least to read."""
@@ -272,7 +289,7 @@ class Auto(StopperBase):
                 made, cost = (sums[n] + others) / self._batch, costs.of(n, drafts, self._share) / costs.of(0)
                 loss = rounds * (cost - made)
                 if allowance is None or allowance.affords(
-                    loss, self._batch if only is None else 1, short=n == 1 and missed <= CHEAP, once=missed
+                    loss, self._batch if only is None else 1, short=n == 1 and missed <= self._bearable(), once=missed
                 ):
                     return DraftPlan(n, drafts, made / cost, measures=True, only=only)
         return None
@@ -319,7 +336,7 @@ class Auto(StopperBase):
         if (learned := self.learned_costs) is None:
             return
         if time.depth:
-            self._unused = 0
+            self._unused = self._paused = 0
             if self.plan is not None and not self.plan.measures:
                 self._stale = STALE[0]
         learned.passes.reading = time.reads > CATCH_UP

@@ -319,10 +319,10 @@ class DraftCosts:
         self._asking = 0
         return asks
 
-    def is_foretold(self, rows: int) -> bool:
-        """Whether the costs of this number of requests are no mere guess, though nothing was drafted yet."""
+    def is_foretold(self, rows: int, *, earlier: bool = True) -> bool:
+        """Whether the costs of wider passes of this number of requests are known from before anything was drafted."""
         line = self.line(rows)
-        return not line.doubts and (line.kept > 0 or (bool(self._reading) and not line.figures))
+        return not line.doubts and ((earlier and line.kept > 0) or (bool(self._reading) and not line.figures))
 
     @property
     def last_was_plain(self) -> bool:
@@ -415,10 +415,10 @@ class LearnedCosts:
     def read(self, rows: int) -> float | None:
         """Cost of a token that the draft model reads among many, in plain rounds of `rows` requests, if it is known.
 
-        It is to the target's cost of reading as a pass of the draft model is to the target's.
+        It is to the target's cost of reading as a pass of the draft model is to the target's, and at most that.
         """
         read = self.passes.read(rows)
-        return None if read is None else read * self.at(rows).draft
+        return None if read is None else read * min(self.at(rows).draft, 1.0)
 
     def _with_all_products(self, slope: float, smaller: int | None, size: int) -> float:
         """The cost of a drafted token in a batch of `size`, from that in a smaller batch or from the share of bytes.
@@ -483,6 +483,15 @@ class LearnedCosts:
         """Whether there are too few figures for this number of requests to choose by them."""
         drafting = self._line(size_class(rows)).lacks and not self.knows_fewer(rows)
         return drafting or self.passes.lacks(rows)
+
+    def is_foretold(self, rows: int, *, earlier: bool = True) -> bool:
+        """Whether the costs of this number of requests are no mere guess, though none of them was measured yet.
+
+        Args:
+            rows: number of requests.
+            earlier: whether to believe figures of an earlier run.
+        """
+        return not self._line(size_class(rows)).figures and self.passes.is_foretold(rows, earlier=earlier)
 
     def knows_fewer(self, rows: int) -> bool:
         """Whether there are enough figures for some smaller number of requests."""
