@@ -257,7 +257,7 @@ class Auto(StopperBase):
         return tokens * (READING / self._batch * min(self.costs.at(self._batch).draft, 1.0) if known is None else known)
 
     def _bearable(self) -> float:
-        """What reading may cost for a draft of one token that is tried though nothing was saved for it, in plain rounds.
+        """Plain rounds that reading may cost for a draft of one token that is tried though nothing was saved for it.
 
         Old costs may be wrong by any factor, so the longer they have kept drafts from being tried, the more it may be.
         """
