@@ -460,8 +460,8 @@ def test_a_folder_that_is_not_this_batchs_is_refused(tmp_path):
     assert command(*asked, "--max-batch", 2, "--rows-per-file", 1).exit_code == 0
     for more, name in (
         (["--max-tokens", 5], "begun with max_tokens 4, and now it is 5"),
-        (["--seed", 2], "sampling_seed 1, and now it is 2"),
-        (["--temperature", 0.5], "sampling_temperature null, and now it is 0.5"),
+        (["--seed", 2], "begun with seed 1, and now it is 2"),
+        (["--temperature", 0.5], "temperature null, and now it is 0.5"),
         (["--stopper", "fixed:2"], "stopper"),
         (["--target", "embedded:stories"], "draft"),
     ):

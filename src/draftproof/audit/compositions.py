@@ -204,7 +204,7 @@ ELSEWHERE = (
     ),
     _elsewhere(
         "two requests with one budget (`--draft-budget`): their joint distribution, also while `auto` changes drafters",
-        "all lossless rules but greedy_block",
+        "block, token, gumbel, match, spectr, multi_round, traversal, multi_path, trie_block",
         "engine/test_draft_budget.py",
         "the_joint_distribution_of_two_requests_with_one_budget",
         "the_joint_distribution_while_drafters_change",

@@ -140,9 +140,9 @@ PROMPTS = ["Once upon a time", "The little dog was very", "One day, Tim and his 
 GREEDY = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
 DRAFTERS = (
     {"draft": "embedded:stories-draft", "drafter": "model", "stopper": "fixed:4"},
-    {"draft": "embedded:stories-draft", "drafter": "tree:2x2"},
-    {"drafter": "early_exit:2"},
-    {"drafter": "quantized"},
+    {"draft": "embedded:stories-draft", "drafter": "tree:2x2", "stopper": "fixed:2"},
+    {"drafter": "early_exit:2", "stopper": "fixed:4"},
+    {"drafter": "quantized", "stopper": "fixed:4"},
     {"drafter": "ngram:4"},
 )
 
