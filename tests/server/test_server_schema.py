@@ -44,9 +44,10 @@ def test_all_operations_are_described(served):
 def test_answers_are_as_described(served, name):
     operations, server = served
     sent = schema_checks.check(operations[name], 30)
-    if 200 not in sent:  # which requests are made depends on the modules that are loaded, and most have odd numbers
+    named = "{" in name  # a model's name in the path: hardly any that is made is that of a model
+    if 200 not in sent and not named:  # requests depend on the modules that are loaded, and most have odd numbers
         sent += schema_checks.check(operations[name], 10, fields=schema_checks.st.just(("no more fields", {})))
-    assert 200 in sent or name == "GET /v1/models/{name}"
+    assert 200 in sent or named
     until(lambda: not server.worker._open)
     assert server.worker.ready
 
