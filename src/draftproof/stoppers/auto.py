@@ -37,8 +37,8 @@ CREDIT, REGAIN = 8.0, 1 / 32  # measuring rounds that are allowed: at first, and
 CATCH_UP = 8  # rounds without a draft after which a draft model has much to read first
 READING = 0.12  # cost of one token that it reads then, of many at once, relative to a drafted one; assumed at first
 CHEAP = 0.25  # cost of reading, in plain rounds, up to which one token may be tried though nothing was saved for it
-# The same once costs are old, as a share of the rounds without a draft: if reading was measured, and if not.
-PAUSE_SHARE = 1 / 32, 1 / 8
+# The same once costs are old, as a share of the rounds without a draft: if that cost was measured, and if not.
+READ_SHARE_KNOWN, READ_SHARE_ASSUMED = 1 / 32, 1 / 8
 ANSWER, ANSWER_DECAY = 64.0, 0.9  # tokens of an answer that are assumed at first, and the weight of earlier answers
 STALE = (32, 1024)  # rounds without a draft after which the cost of drafts is measured again: at first, and later
 CACHE_SIZE = 4096  # number of cached choices
@@ -264,7 +264,7 @@ class Auto(StopperBase):
         if not self._again:
             return CHEAP
         known = self.learned_costs is not None and self.learned_costs.read(self._batch) is not None
-        return max(CHEAP, PAUSE_SHARE[0 if known else 1] * self._paused)
+        return max(CHEAP, (READ_SHARE_KNOWN if known else READ_SHARE_ASSUMED) * self._paused)
 
     def _ways(self, members: Mapping[int, RequestRates]) -> Iterator[tuple[list[RequestRates], int | None]]:
         """Who may draft in a measuring round: all; or if the draft model must read, the request with least to read."""
