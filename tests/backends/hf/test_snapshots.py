@@ -249,6 +249,7 @@ def test_a_session_goes_back_to_any_token_whose_inputs_are_held(name):
     assert session.keep(6, range(5)) == 11
     assert [session.reach(length) for length in (5, 6, 9, 11)] == [0, 6, 9, 11]
     memory = session.state_nbytes
+    assert target.sequences_nbytes([1]) >= 2 * memory, "a pass makes as much again"
     copies = [session.fork(9), session.fork(9)]
     copies[1].trim()
     assert session.keep(9) == 9

@@ -160,7 +160,7 @@ class SnapshotBackend(HFBackend):
             )
         follow_passes(self._mixers)
         self._goes_on = self._continuation(model)
-        self._state_nbytes = 0
+        self._states_nbytes = 0  # of a request's states while a pass makes others; 0 before the first one
         super().__init__(model, name=name, check=check)
         self.capabilities = replace(self.capabilities, trees=False)
         if self.stepwise:
@@ -174,8 +174,8 @@ class SnapshotBackend(HFBackend):
 
     @override
     def sequences_nbytes(self, lengths: Sequence[int]) -> int:
-        """States at the root, at the end or what is held after the root, and those that a pass makes."""
-        return super().sequences_nbytes(lengths) + 3 * self._state_nbytes * len(lengths)
+        """With the states that are kept, and those that a pass makes."""
+        return super().sequences_nbytes(lengths) + self._states_nbytes * len(lengths)
 
     @property
     def stepwise(self) -> bool:
@@ -230,7 +230,7 @@ class SnapshotBackend(HFBackend):
                 assert isinstance(session, SnapshotSession), "sessions were checked before"
                 root = State(group.marked, row) if group.mark is not None else None
                 session.stage(root, State(group.now, row))
-                self._state_nbytes = State(group.now, row).nbytes
+                self._states_nbytes = 3 * State(group.now, row).nbytes  # at the root, at the end, and a new one
         return made
 
     def _inputs(self, layout: Layout, view: CacheView) -> dict[str, Any]:

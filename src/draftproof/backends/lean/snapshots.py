@@ -5,7 +5,6 @@ What the lean forward cannot read is read by transformers' own modules, and `rou
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +19,8 @@ from draftproof.backends.recurrent.mixers import ResumedMixers
 
 class LeanSnapshotBackend(ReadByLean, SnapshotBackend):
     """A model with recurrent layers; arguments as of ReadByLean and SnapshotBackend."""
+
+    _held_tokens = -1  # the most tokens of a request that were held at the end of a pass
 
     def _continuation(self, model: Any) -> ResumedMixers:
         """How it goes on from a state: native code always reads tokens as in one pass over everything."""
@@ -36,5 +37,8 @@ class LeanSnapshotBackend(ReadByLean, SnapshotBackend):
         made = self.lean(layout, self._cache, hidden=hidden, sequences=states.sequences)
         for session, state in zip(sessions, states.after, strict=True):
             session.stage(None, state)
-        self._state_nbytes = self._state_nbytes or replace(states.after[0], held={}).nbytes
+        widest = max(states.after, key=lambda state: state.replayed)
+        if widest.replayed > self._held_tokens:
+            self._held_tokens = widest.replayed
+            self._states_nbytes = 2 * widest.nbytes  # that of before, and a new one, each with what drafts bring
         return made
