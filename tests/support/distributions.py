@@ -10,11 +10,19 @@ from collections import defaultdict
 
 import torch
 
+from draftproof import Engine, SamplingParams
 from draftproof.audit import distributions as enumeration
 from draftproof.audit.distributions import complete
+from draftproof.engine.verifier_parts import make_verifier
 from draftproof.functional import Tries, greedy
 from draftproof.rng import CounterRoundRng
-from draftproof.testing import EnumeratedNoise, exact_distribution, target_distribution, total_variation
+from draftproof.testing import (
+    EnumeratedNoise,
+    engine_distribution,
+    exact_distribution,
+    target_distribution,
+    total_variation,
+)
 from draftproof.tree import TokenTree
 from type_checks import checks_off
 
@@ -299,3 +307,13 @@ class Forest:
         """The trees as chains, one for each leaf in the order of drawing; all leaves must be equally deep and many."""
         deepest = max(len(c) for nodes in self.nodes for c in nodes)
         return torch.tensor([[c for c in nodes if len(c) == deepest] for nodes in self.nodes])
+
+
+def distribution_of_three_tokens(target, drafter, rule):
+    """The distribution of three tokens of a target that has three, with what `drafter` makes, by enumeration."""
+
+    def make(round_rng):
+        return Engine(target, drafter(), make_verifier(rule), round_rng=round_rng)
+
+    with checks_off():
+        return engine_distribution(make, [0, 2, 1, 0, 2], SamplingParams(max_tokens=3, ignore_eos=True))

@@ -20,8 +20,8 @@ from draftproof.drafters.none import NoDrafter
 from draftproof.engine.drafter_parts import make_drafter
 from draftproof.engine.verifier_parts import make_verifier
 from draftproof.models.gguf_file import GGUFFile
-from draftproof.testing import engine_distribution, total_variation
-from support.distributions import checks_off
+from draftproof.testing import total_variation
+from support.distributions import distribution_of_three_tokens
 from support.gguf_files import write_llama
 from support.gguf_modules import module_model, prediction_read, write_modules
 from support.qwen_mtp import tensors_of, written_with
@@ -120,21 +120,14 @@ def test_the_output_distribution_is_that_without_drafts(rule, tmp_path, monkeypa
     write_modules(path, model, "qwen35", FEW, own=tensors_of(model.config))
     target = read(path)
 
-    def distribution(drafter):
-        def make(round_rng):
-            return Engine(target, drafter(), make_verifier(rule), round_rng=round_rng)
-
-        with checks_off():
-            return engine_distribution(make, [0, 2, 1, 0, 2], SamplingParams(max_tokens=3, ignore_eos=True))
-
     def drafter():
         return make_drafter("mtp", target=target, draft=None, stopper="fixed:2")
 
-    expected = distribution(NoDrafter)
-    assert total_variation(distribution(drafter), expected) < 1e-6
+    expected = distribution_of_three_tokens(target, NoDrafter, rule)
+    assert total_variation(distribution_of_three_tokens(target, drafter, rule), expected) < 1e-6
 
     take_refused_states(monkeypatch)
-    assert total_variation(distribution(drafter), expected) > 1e-4
+    assert total_variation(distribution_of_three_tokens(target, drafter, rule), expected) > 1e-4
 
 
 def test_auto_takes_it_and_a_file_has_it_by_its_tensors(written, caplog):

@@ -24,9 +24,9 @@ from draftproof.models.gguf_file import GGUFFile
 from draftproof.native import operations as native_operations
 from draftproof.native.ggml import LAYOUTS, SIXTEEN_BITS, TYPES, StoredMatrix
 from draftproof.native.tensors import Interleaved, Quantized
-from draftproof.testing import engine_distribution, total_variation
+from draftproof.testing import total_variation
 from draftproof.tree import TokenTree
-from support.distributions import checks_off
+from support.distributions import distribution_of_three_tokens
 from support.gguf_files import METADATA, SCALES, random_blocks, write_model
 from support.helpers import random_model
 from support.native_levels import OPERATIONS, drawn, needs_native
@@ -181,18 +181,11 @@ def test_the_output_distribution_is_the_targets(rule, tmp_path, large, monkeypat
     draft = whole.for_drafts()
     assert draft is not whole
 
-    def distribution(drafter):
-        def make(round_rng):
-            return Engine(target, drafter(), make_verifier(rule), round_rng=round_rng)
-
-        with checks_off():
-            return engine_distribution(make, [0, 2, 1, 0, 2], SamplingParams(max_tokens=3, ignore_eos=True))
-
     def drafter():
         return make_drafter("model", target=target, draft=draft, stopper="fixed:2")
 
-    expected = distribution(NoDrafter)
-    assert total_variation(distribution(drafter), expected) < 1e-6
+    expected = distribution_of_three_tokens(target, NoDrafter, rule)
+    assert total_variation(distribution_of_three_tokens(target, drafter, rule), expected) < 1e-6
 
     propose = ModelDrafter.propose
 
@@ -204,7 +197,7 @@ def test_the_output_distribution_is_the_targets(rule, tmp_path, large, monkeypat
         return made
 
     monkeypatch.setattr(ModelDrafter, "propose", of_the_whole_layer)
-    assert total_variation(distribution(drafter), expected) > 1e-4
+    assert total_variation(distribution_of_three_tokens(target, drafter, rule), expected) > 1e-4
 
 
 @needs_native
