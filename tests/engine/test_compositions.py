@@ -81,7 +81,13 @@ def test_every_part_has_a_toy():
     assert {made.rule for made in ALL} == set(VERIFIERS)
 
 
-ENUMERATIONS = ("assert_output_distribution", "assert_lossless", "joint_distance", "engine_distribution")
+ENUMERATIONS = (
+    "assert_output_distribution",
+    "assert_lossless",
+    "joint_distance",
+    "engine_distribution",
+    "distribution_of_three_tokens",
+)
 
 
 def strings(found):

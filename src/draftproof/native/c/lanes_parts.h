@@ -19,7 +19,7 @@ typedef uint32_t bits_part __attribute__((vector_size(4 * PART)));
 typedef uint16_t half_part __attribute__((vector_size(2 * PART)));
 /* The same anywhere in memory: read part by part, since a struct that is copied whole goes through the stack. */
 typedef float float_part_at __attribute__((vector_size(4 * PART), aligned(4), may_alias));
-typedef uint32_t bits_part_at __attribute__((vector_size(4 * PART), aligned(2), may_alias));
+typedef uint32_t bits_part_at __attribute__((vector_size(4 * PART), aligned(1), may_alias));
 typedef uint16_t half_part_at __attribute__((vector_size(2 * PART), aligned(2), may_alias));
 typedef struct {
   float_part p[PARTS];
