@@ -164,6 +164,7 @@ def test_batches_take_turns_on_the_same_questions(tmp_path, monkeypatch):
     for row in rows:
         plain, own = row["times"]["plain"], row["times"]["auto"]
         assert 0 < plain["first"] < plain["seconds"]
+        assert plain["processor"] > 0
         assert own["tokens"] >= own["rounds"]
         assert plain["tokens"] == plain["rounds"]
     assert shown.count("| 3 | 0 |") == 2, "one row in each table"

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from draftproof.bench.cell import Cell
-from draftproof.bench.estimate import geometric_mean
+from draftproof.bench.estimate import Estimate, geometric_mean
 from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import read_questions
 from draftproof.bench.report import speed
@@ -72,10 +72,12 @@ class BatchComparison:
 class BatchTiming(NamedTuple):
     """What a turn of one engine gave: seconds and tokens of all answers, and rounds of the target.
 
+    `processor` is the processor time of all threads, which other programs on the machine disturb less than seconds.
     `first` is the median of the seconds until the first token, of the requests that were decoded first.
     """
 
     seconds: float
+    processor: float
     first: float
     tokens: int
     rounds: int
@@ -116,7 +118,7 @@ def _measured(
     engine: Engine, prompts: Sequence[list[int]], batch: int, temperature: float, limits: Sequence[int]
 ) -> BatchTiming:
     engine.max_batch = batch
-    start, first = time.perf_counter(), []
+    start, processor, first = time.perf_counter(), time.process_time(), []
     requests = [
         engine.add(prompt, SamplingParams(temperature=temperature, max_tokens=limit, seed=seed), offline=True)[0]
         for seed, (prompt, limit) in enumerate(zip(prompts, limits, strict=True), 1)
@@ -127,9 +129,9 @@ def _measured(
         for request in [request for request in waited if request.stats.num_tokens]:
             first.append(time.perf_counter() - start)
             waited.remove(request)
-    seconds = time.perf_counter() - start
+    seconds, processor = time.perf_counter() - start, time.process_time() - processor
     total = total_stats(engine.output(request).stats for request in requests)  # raises what a request failed with
-    return BatchTiming(seconds, median(first), total.num_tokens, total.num_target_calls)
+    return BatchTiming(seconds, processor, median(first), total.num_tokens, total.num_target_calls)
 
 
 def _lines(options: BatchComparison, rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -147,7 +149,7 @@ def _lines(options: BatchComparison, rows: Sequence[dict[str, Any]]) -> list[str
                     *setting,
                     f"{median(_rate(each[PLAIN]) for each in counted):.0f}",
                     f"{median(_rate(each[own]) for each in counted):.0f}",
-                    speed(geometric_mean([_rate(each[own]) / _rate(each[PLAIN]) for each in counted])),
+                    *(speed(_over_plain(own, counted, per)) for per in ("seconds", "processor")),
                     f"{median(calls):.2f}",
                     f"{median(each[PLAIN]['first'] for each in counted):.3f}",
                     speed(geometric_mean([each[own]["first"] / each[PLAIN]["first"] for each in counted])),
@@ -157,29 +159,36 @@ def _lines(options: BatchComparison, rows: Sequence[dict[str, Any]]) -> list[str
             each_kind = []
             for name in options.dataset:
                 times = [row["times"] for row in mine if row["dataset"] == name and not row["warmup"]]
-                each_kind.append(f"{geometric_mean([_rate(t[own]) / _rate(t[PLAIN]) for t in times]).value:.2f}")
+                each_kind.append(f"{_over_plain(own, times, 'processor').value:.2f}")
             kinds.append((*setting, *each_kind))
     loads = [row["load"] for row in rows]
     least, most = options.least_tokens, options.tokens
     answer = f"up to {most}" if least is None else f"limits of {least} to {most}"
-    heads = ("requests", "temperature", "plain, tokens/s", f"{own}, tokens/s", "over plain", "tokens a target call")
+    heads = ("requests", "temperature", "plain, tokens/s", f"{own}, tokens/s", "over plain", "by processor time")
+    later = ("tokens a target call", "first token, plain, s", "over plain", "speed in the first turn")
     return [
         f"Data sets {', '.join(options.dataset)}, dtype {options.dtype}, {answer} tokens an answer. Up",
         f"to `requests` are decoded at once, from a queue of {options.queue} questions for each of them",
         f"({options.fewest} at least). Ratios are of the same turn: geometric mean over turns with a 95% interval; `?`",
-        "marks an interval that contains 1. The time to the first token is that of the requests that are decoded",
-        "first; a ratio above 1 is later than plain decoding. The last column is the turn that warms up: weights for",
-        "drafts are made in it, and costs are learned where no earlier run did.",
+        "marks an interval that contains 1. Processor time is that of all threads: other programs disturb it less.",
+        "The time to the first token is that of the requests that are decoded first; a ratio above 1 is later than",
+        "plain decoding. The last column is the turn that warms up: weights for drafts are made in it, and costs are",
+        "learned where no earlier run did.",
         f"Load average {min(loads):.1f} to {max(loads):.1f}.",
         "",
-        *table((*heads, "first token, plain, s", "over plain", "speed in the first turn"), overall),
+        *table((*heads, *later), overall),
         "",
-        "By data set, over plain:",
+        "By data set, over plain by processor time:",
         "",
         *table(("requests", "temperature", *options.dataset), kinds),
     ]
 
 
+def _over_plain(own: str, turns: Sequence[dict[str, Any]], per: str) -> Estimate:
+    """The speed of a drafter relative to plain decoding."""
+    return geometric_mean([_rate(each[own], per) / _rate(each[PLAIN], per) for each in turns])
+
+
 def _rate(times: dict[str, Any], per: str = "seconds") -> float:
-    """Tokens for each second or round."""
+    """Tokens for each second, second of processor time, or round."""
     return float(times["tokens"] / times[per])
