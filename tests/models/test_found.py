@@ -2,15 +2,26 @@
 
 import json
 import os
+import socket
 
 import huggingface_hub
 import pytest
+import transformers
 from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from draftproof import UserError, models
+from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.cli import app
-from draftproof.models.found import base_name, found_files, is_file_name, obtain_file, resolve_file
+from draftproof.models import found
+from draftproof.models.found import (
+    base_name,
+    found_files,
+    hub_has_no_address,
+    is_file_name,
+    obtain_file,
+    resolve_file,
+)
 from draftproof.models.gguf_file import is_gguf
 
 FILES = [
@@ -118,7 +129,23 @@ def test_the_newest_snapshot_is_taken(home):
         assert [each.path for each in found_files()] == [newest]
 
 
-def test_a_file_of_the_hub_is_downloaded_with_its_parts(home, monkeypatch):
+@pytest.fixture
+def hub_with_an_address(monkeypatch):
+    monkeypatch.setattr(found.socket, "getaddrinfo", lambda *_: [])
+
+
+@pytest.fixture
+def hub_without_an_address(monkeypatch):
+    def fail(*_):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(found.socket, "getaddrinfo", fail)
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+def test_a_file_of_the_hub_is_downloaded_with_its_parts(home, hub_with_an_address, monkeypatch):
     fetched = []
 
     def fetch(repository, file):
@@ -135,7 +162,31 @@ def test_a_file_of_the_hub_is_downloaded_with_its_parts(home, monkeypatch):
         obtain_file("bob/x:Q8_0", offline=True)
 
 
-def test_what_the_hub_refuses_is_said(home, monkeypatch):
+def test_the_hub_is_not_asked_where_its_name_has_no_address(home, hub_without_an_address, monkeypatch):
+    """Its library would repeat each request for a minute."""
+    for asked in ((huggingface_hub.HfApi, "list_repo_files"), (transformers.AutoTokenizer, "from_pretrained")):
+        monkeypatch.setattr(*asked, lambda *_, **__: pytest.fail("asked"))
+    with pytest.raises(UserError, match=r"bob/x:Q8_0 is not on this machine: .* or the hub cannot be reached"):
+        obtain_file("bob/x:Q8_0", offline=False)
+    with pytest.raises(
+        UserError, match=r"cannot load 'bob/x': no such model is on this machine, and the hub cannot be"
+    ):
+        load_tokenizer("bob/x")
+
+
+def test_a_kept_repository_is_read_without_the_hub(home, hub_without_an_address, monkeypatch):
+    (home / "hub" / "models--bob--x" / "snapshots" / "1").mkdir(parents=True)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda source, **_: source)
+    assert load_tokenizer("bob/x") == "bob/x"
+
+
+def test_a_proxy_resolves_names(hub_without_an_address, monkeypatch):
+    assert hub_has_no_address()
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.invalid:3128")
+    assert not hub_has_no_address()
+
+
+def test_what_the_hub_refuses_is_said(home, hub_with_an_address, monkeypatch):
     def refuse(*_):
         raise OSError("no route")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import re
@@ -15,7 +16,7 @@ from draftproof import files
 from draftproof.embedded import draft_dir, fast_draft_dir, stories_draft_dir, stories_target_dir, target_dir
 from draftproof.errors import UserError, reason
 from draftproof.models.download import Packaged, Progress, Report, fetch, refuse_without_gguf
-from draftproof.models.found import is_file_name, obtain_file, resolve_file
+from draftproof.models.found import hub_has_no_address, is_file_name, is_kept, obtain_file, resolve_file
 from draftproof.models.layers import PROVENANCE, write_truncated
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -185,6 +186,28 @@ def obtain(
     if name in REGISTRY and not pulled(name):
         pull(name, offline=offline, report=report, progress=progress)
     return resolve(name)
+
+
+def refuse_unreachable(source: str) -> None:
+    """Refuse a hub id of which nothing is here while the hub's name has no address.
+
+    The hub's library would repeat each of its requests for half a minute.
+
+    Raises:
+        UserError: as said.
+    """
+    if not Path(source).exists() and not is_kept(source) and hub_has_no_address():
+        raise UserError(f"cannot load {source!r}: {nowhere(source)}")
+
+
+def nowhere(name: str) -> str:
+    """What is said of a model that is neither here nor to be had."""
+    near = difflib.get_close_matches(name, REGISTRY, 1)
+    hint = f"did you mean {near[0]}?" if near else "expected a name of `draftproof models list`, a hub id, or a path"
+    return (
+        "no such model is on this machine, and the hub cannot be reached or may not be asked (--offline, "
+        f"HF_HUB_OFFLINE): {hint}"
+    )
 
 
 def hub_is_offline() -> bool:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from draftproof.errors import UserError, reason
 
@@ -69,14 +72,15 @@ def resolve_file(name: str) -> str:
     if chosen is None:
         raise UserError(
             f"{name} is not on this machine: loading a model downloads it, unless HF_HUB_OFFLINE or --offline forbids "
-            f"that (files of {repository} that are here: {', '.join(sorted(held)) or 'none'})"
+            f"that or the hub cannot be reached (files of {repository} that are here: "
+            f"{', '.join(sorted(held)) or 'none'})"
         )
     return str(held[chosen])
 
 
 def obtain_file(name: str, *, offline: bool) -> str:
     """The same, but a file of the hub is downloaded first where that is allowed."""
-    if name.startswith(OLLAMA) or offline:
+    if name.startswith(OLLAMA) or offline or hub_has_no_address():
         return resolve_file(name)
     from huggingface_hub import HfApi, hf_hub_download
 
@@ -93,6 +97,24 @@ def obtain_file(name: str, *, offline: bool) -> str:
     except Exception as cause:  # as above
         raise UserError(f"cannot download {chosen} of {repository} from the hub: {reason(cause)}") from cause
     return paths[0]
+
+
+def hub_has_no_address() -> bool:
+    """Whether the name of the hub's server cannot be resolved; then its library repeats each request for a minute."""
+    from huggingface_hub.constants import ENDPOINT
+
+    if getproxies():
+        return False  # the proxy resolves names
+    try:
+        socket.getaddrinfo(urlsplit(ENDPOINT).hostname, None)
+    except socket.gaierror:
+        return True
+    return False
+
+
+def is_kept(repository: str) -> bool:
+    """Whether the hub's cache has files of a repository."""
+    return bool(_snapshots(repository))
 
 
 def found_files() -> list[FoundFile]:

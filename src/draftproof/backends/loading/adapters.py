@@ -37,6 +37,7 @@ def base_of(source: str) -> str | None:
     elif folder.exists():  # a file: transformers, which takes a second to import, is not asked
         return None
     else:
+        models.refuse_unreachable(source)
         from transformers.utils.peft_utils import find_adapter_config_file
 
         found = find_adapter_config_file(source)

@@ -6,7 +6,6 @@ their padded size are used as they are; between others, tokens are translated (`
 
 from __future__ import annotations
 
-import difflib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
         if read is not None:
             return read.for_transformers()
         source, options = str(where.parent), {**options, "gguf_file": where.name}
+    models.refuse_unreachable(source)
     from transformers import AutoTokenizer
 
     try:
@@ -59,14 +59,7 @@ def _why_none(where: Path, cause: Exception) -> str:
         return f"{reason(cause)} (of .gguf files in a hub repository one is named by its kind: {where}:Q4_K_M)"
     said = reason(cause)
     if not where.exists() and ("couldn't connect" in said or "offline" in said.lower()):
-        near = difflib.get_close_matches(str(where), models.REGISTRY, 1)
-        hint = (
-            f"did you mean {near[0]}?" if near else "expected a name of `draftproof models list`, a hub id, or a path"
-        )
-        return (
-            "no such model is on this machine, and the hub cannot be reached or may not be asked (--offline, "
-            f"HF_HUB_OFFLINE): {hint}"
-        )
+        return models.nowhere(str(where))
     unknown = "GGUF model with architecture" in said
     return f"{said} (take the model's own directory or hub id)" if unknown else said
 

@@ -206,6 +206,7 @@ def head_algorithm(source: str) -> str | None:
     if source in models.REGISTRY or is_file_name(source):
         return None
     if not where.parent.exists() and "/" in source:
+        models.refuse_unreachable(source)
         from huggingface_hub import hf_hub_download
 
         try:
