@@ -137,7 +137,7 @@ def test_a_branch_of_a_tree_and_a_copy_of_a_session_are_the_chain(name):
 # --- engines ------------------------------------------------------------------------------------------------------
 
 PROMPTS = ["Once upon a time", "The little dog was very", "One day, Tim and his mom went to the park. " * 6]
-GREEDY = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 DRAFTERS = (
     {"draft": "embedded:stories-draft", "drafter": "model", "stopper": "fixed:4"},
     {"draft": "embedded:stories-draft", "drafter": "tree:2x2", "stopper": "fixed:2"},
