@@ -32,7 +32,7 @@ FITTING = MadeFor("OWNER/Tiny-1B", hidden=32, vocab=97, layers=2, architectures=
 def named(name, architecture="LlamaForCausalLM"):
     model = random_model(CONFIGS["llama"]())
     model.config.architectures = [architecture]
-    return HFBackend(model, name=name)
+    return HFBackend(model, name=name, check=False)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,10 @@ def quantized(tmp_path_factory):
                 model = packed_checkpoints.checkpoint(place, "float", config=config)
             else:
                 model = packed_checkpoints.checkpoint(place, form, config=config)
-            made[form, dtype] = load(str(place), LoadOptions(**options)).backend, HFBackend(model, name="OWNER/tiny")
+            made[form, dtype] = (
+                load(str(place), LoadOptions(**options)).backend,
+                HFBackend(model, name="OWNER/tiny", check=False),
+            )
         return made[form, dtype]
 
     return target
