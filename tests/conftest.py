@@ -39,9 +39,15 @@ settings.register_profile("draftproof", deadline=None, print_blob=True)
 settings.load_profile("draftproof")
 
 
-def pytest_collection_finish():
-    """Modules and tests stay until the end: a collection that looks at them all takes up to a second."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Modules and tests stay until the end: a collection of garbage that looks at them all takes up to a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

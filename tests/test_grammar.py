@@ -187,7 +187,7 @@ def test_the_distribution_where_a_call_may_begin_in_any_text(name, rule, most):
 def test_a_mask_for_committed_contexts_only_shows_in_the_distribution():
     """What engines do that apply the grammar at the root of a draft and nowhere else."""
     target, prompt = TableModel(4, 1), [0, 1, 0, 2]
-    params = SamplingParams(max_tokens=4, grammar=f"regex:{PATTERN}")
+    params = SamplingParams(max_tokens=3, grammar=f"regex:{PATTERN}")
 
     def make(round_rng):
         engine = toy(model(), "block", round_rng, target)
@@ -214,7 +214,7 @@ def test_a_mask_for_committed_contexts_only_shows_in_the_distribution():
 
     with checks_off():
         found = engine_distribution(make, prompt, params)
-    assert total_variation(found, by_hand(target, prompt, 1.0, 4)) > 0.01
+    assert total_variation(found, by_hand(target, prompt, 1.0, 3)) > 0.1  # it is 0.89
 
 
 @pytest.mark.parametrize("rule", ["mixture:0.5", "last_token", "typical"])

@@ -146,9 +146,9 @@ def test_a_limit_that_drafts_may_cross_is_detected():
         return Late(constraint._reasoning, VOCAB, constraint._budget, constraint._answer, constraint._eos)
 
     target = TableModel(VOCAB, 1)
-    expected = by_hand(target, 0, 2, False, 4)
-    assert total_variation(found_by(DRAFTERS["none"], "block", target, (0, 2, False), 4, late), expected) < 1e-9
-    assert total_variation(found_by(model, "block", target, (0, 2, False), 4, late), expected) > 0.01
+    expected = by_hand(target, 0, 2, False, 3)
+    assert total_variation(found_by(DRAFTERS["none"], "block", target, (0, 2, False), 3, late), expected) < 1e-9
+    assert total_variation(found_by(model, "block", target, (0, 2, False), 3, late), expected) > 0.1  # it is 0.21
 
 
 @pytest.mark.parametrize("spent", [None, 0, 1])

@@ -21,6 +21,7 @@ _jaxtyped = jaxtyping.jaxtyped
 _CHECK = beartype.beartype(conf=beartype.BeartypeConf(violation_type=jaxtyping.TypeCheckError))
 _test = 0
 _off = False
+_called = []  # what makes each function forget the calls of the test that runs
 _made = {}  # inner functions, by their code: test and number of closures that were made
 
 
@@ -34,6 +35,9 @@ def start():
     """A test begins: every function is checked again."""
     global _test  # noqa: PLW0603
     _test += 1
+    for forget in _called:
+        forget()
+    _called.clear()
 
 
 @contextlib.contextmanager
@@ -57,19 +61,37 @@ def limited(function=None, *, typechecker=None):
         return function
     if "<locals>" in function.__qualname__ and not _few_closures(function.__code__):
         return function
-    checked, test, calls = None, -1, 0
+    return _counting(function)
+
+
+def _counting(function):
+    """A function that checks some of its calls, by their numbers in a test."""
+    checked, calls, unchecked = None, 0, 0
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        nonlocal checked, test, calls
-        if test != _test:
-            test, calls = _test, 0
-        calls += 1
-        if _off or (calls > FIRST and calls & (calls - 1)):
+        nonlocal unchecked
+        if unchecked > 0:  # most calls by far: they pay for this line and the next
+            unchecked -= 1
+            return function(*args, **kwargs)
+        return counted(args, kwargs)
+
+    def counted(args, kwargs):
+        nonlocal checked, calls, unchecked
+        if not calls:
+            _called.append(forget)
+        calls = calls + 1 if calls < FIRST else 1 << calls.bit_length()
+        if calls >= FIRST:
+            unchecked = (1 << calls.bit_length()) - calls - 1
+        if _off:
             return function(*args, **kwargs)
         if checked is None:
             checked = _compiled(function)
         return checked(*args, **kwargs)
+
+    def forget():
+        nonlocal calls, unchecked
+        calls = unchecked = 0
 
     return call
 

@@ -169,6 +169,7 @@ def pages_with(*, slow):
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("DRAFTPROOF_CHECKED", "1")  # as readers have it
     return tmp_path
 
 

@@ -83,7 +83,8 @@ def test_the_distribution_with_a_head_a_lookup_and_nothing_in_turns(name, rule, 
         return drafter
 
     tolerance = 3e-7 if name == "mtp" else 1e-7  # the delta rule works in float32
-    assert_output_distribution(target, make, rule, length=length, tolerance=tolerance, prompt=(0, 2, 1, 0, 2))
+    options = {"length": length, "tolerance": tolerance, "prompt": (0, 2, 1, 0, 2)}
+    assert_output_distribution(target, make, rule, learns=True, **options)
     assert extensions if extends else seen == {"none", "lookup", "head"}, "each was chosen somewhere"
 
 

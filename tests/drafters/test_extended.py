@@ -62,7 +62,7 @@ def test_an_extension_of_a_heads_chain_leaves_the_distribution(name, rule, tmp_p
     def make():
         return make_drafter(f"{head}+suffix:2", target=target, draft=None, stopper="fixed:1")
 
-    options = {"length": 4, "prompt": (0, 2, 1, 0, 2)}
+    options = {"length": 4, "prompt": (0, 2, 1, 0, 2), "learns": True}
     assert make().name == f"{name}+suffix:2"
     assert_output_distribution(target, make, rule, **options)
     assert sizes.count(1) > 30

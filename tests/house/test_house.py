@@ -48,9 +48,29 @@ def dotted(path):
 MODULES = {dotted(path): path for path in sorted(PACKAGE.rglob("*.py")) if part(path) != "__init__"}
 
 
-def imported(path):
-    """Modules of ours that a file imports, at its top or inside functions."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+class Seen:
+    """What the tests ask of a text in Python, which is parsed once for all of them."""
+
+    def __init__(self, text):
+        tree = ast.parse(text)
+        nodes = list(ast.walk(tree))
+        self.docstring = ast.get_docstring(tree)
+        self.imported = {*imported(nodes)}
+        self.any_imports = [*any_imports(nodes)]
+        self.assigned_together = [*assigned_together(nodes)]
+        self.constants = constants(tree.body)
+        self.pointers = pointers(nodes)
+        self.class_names = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
+
+
+@functools.cache
+def seen(path):
+    return Seen(path.read_text(encoding="utf-8"))
+
+
+def imported(nodes):
+    """Modules of ours that are imported, at the top or inside functions."""
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "draftproof":
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
@@ -59,9 +79,9 @@ def imported(path):
             yield from (alias.name for alias in node.names if alias.name.startswith("draftproof."))
 
 
-def any_imports(text):
-    """Names of all modules that a text imports."""
-    for node in ast.walk(ast.parse(text)):
+def any_imports(nodes):
+    """Names of all modules that are imported."""
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
         elif isinstance(node, ast.Import):
@@ -70,7 +90,7 @@ def any_imports(text):
 
 @functools.cache
 def imports():
-    return {name: {each for each in imported(path) if each in MODULES} for name, path in MODULES.items()}
+    return {name: {each for each in seen(path).imported if each in MODULES} for name, path in MODULES.items()}
 
 
 def test_floors_list_what_exists():
@@ -115,12 +135,12 @@ def test_no_import_cycle():
 
 @for_each(MODULES)
 def test_modules_say_what_they_are(name):
-    assert ast.get_docstring(ast.parse(MODULES[name].read_text(encoding="utf-8"))), f"{name} has no docstring"
+    assert seen(MODULES[name]).docstring, f"{name} has no docstring"
 
 
-def assigned_together(path):
+def assigned_together(nodes):
     """Lines that assign several attributes in one statement."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
             for target in node.targets:
                 if isinstance(target, ast.Tuple) and sum(isinstance(each, ast.Attribute) for each in target.elts) > 1:
@@ -130,13 +150,12 @@ def assigned_together(path):
 @for_each(MODULES)
 def test_a_statement_assigns_one_attribute(name):
     """A search for `self.name =` finds each assignment, and a change of one is a change of one line."""
-    together = list(assigned_together(MODULES[name]))
+    together = seen(MODULES[name]).assigned_together
     assert not together, f"{name} assigns several attributes at once in lines {together}"
 
 
-def constants(path):
-    """Names that the module itself assigns, as often as it does."""
-    nodes = ast.parse(path.read_text(encoding="utf-8")).body
+def constants(nodes):
+    """Names that the statements of a module itself assign, as often as they do."""
     targets = [each for node in nodes if isinstance(node, ast.Assign) for each in node.targets]
     targets += [node.target for node in nodes if isinstance(node, ast.AnnAssign)]
     return [
@@ -147,38 +166,32 @@ def constants(path):
     ]
 
 
-def test_constants_are_assigned_once(tmp_path):
+def test_constants_are_assigned_once():
     """Two constants had one name after they were renamed, and the first one had the value of the second."""
     for name, path in MODULES.items():
-        assert repeated(constants(path)) == [], f"{name} assigns a constant again"
-    (tmp_path / "twice.py").write_text("FIRST, SECOND = 1, 2\nFIRST: int = 3\n")
-    assert repeated(constants(tmp_path / "twice.py")) == ["FIRST"]
+        assert repeated(seen(path).constants) == [], f"{name} assigns a constant again"
+    assert repeated(Seen("FIRST, SECOND = 1, 2\nFIRST: int = 3\n").constants) == ["FIRST"]
 
 
-def pointers(text):
+def pointers(nodes):
     """Lines of functions whose docstring only points at another one."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds))
-    return [node.lineno for node in nodes if (ast.get_docstring(node) or "").startswith("See ")]
+    found = (node for node in nodes if isinstance(node, kinds))
+    return [node.lineno for node in found if (ast.get_docstring(node) or "").startswith("See ")]
 
 
 @for_each(MODULES)
 def test_docstrings_say_something_themselves(name):
     """A method that does what its base class says has `@override` and no docstring."""
-    assert not pointers(MODULES[name].read_text(encoding="utf-8"))
+    assert not seen(MODULES[name]).pointers
 
 
 def test_a_docstring_that_points_elsewhere_is_seen():
-    assert pointers('def f():\n    """See `g`."""\n\n\ndef g():\n    """Sees."""\n') == [1]
+    assert Seen('def f():\n    """See `g`."""\n\n\ndef g():\n    """Sees."""\n').pointers == [1]
 
 
 def class_names(paths):
-    return [
-        node.name
-        for path in paths
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef)
-    ]
+    return [name for path in paths for name in seen(path).class_names]
 
 
 def test_names_of_classes_are_unique(tmp_path):
@@ -232,11 +245,11 @@ def test_tests_import_no_other_test():
     found = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in files
-        for name in any_imports(path.read_text(encoding="utf-8"))
+        for name in seen(path).any_imports
         if names & set(name.split("."))
     ]
     assert not found, found
-    assert list(any_imports("from server.test_server_page import SET")) == ["server.test_server_page"]
+    assert Seen("from server.test_server_page import SET").any_imports == ["server.test_server_page"]
 
 
 @pytest.mark.slow
@@ -305,7 +318,7 @@ def declared(name):
 
 def undeclared(distributions):
     """Modules of others that the package imports and no distribution among these has."""
-    used = {name for path in MODULES.values() for name in any_imports(path.read_text(encoding="utf-8"))}
+    used = {name for path in MODULES.values() for name in seen(path).any_imports}
     others = {name.partition(".")[0] for name in used} - sys.stdlib_module_names - {"draftproof"} - NOT_DECLARED
     holders = metadata.packages_distributions()
     return {each for each in others if not {canonicalize_name(name) for name in holders.get(each, ())} & distributions}

@@ -311,9 +311,10 @@ class Forest:
 
 def distribution_of_three_tokens(target, drafter, rule):
     """The distribution of three tokens of a target that has three, with what `drafter` makes, by enumeration."""
+    one = drafter()  # for all outcomes
 
     def make(round_rng):
-        return Engine(target, drafter(), make_verifier(rule), round_rng=round_rng)
+        return Engine(target, one, make_verifier(rule), round_rng=round_rng)
 
     with checks_off():
         return engine_distribution(make, [0, 2, 1, 0, 2], SamplingParams(max_tokens=3, ignore_eos=True))

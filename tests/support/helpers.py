@@ -108,15 +108,17 @@ def tiny_llama():
     return HFBackend(random_model(config, dtype=torch.float64), name="tiny")
 
 
-def assert_output_distribution(target, make_drafter, rule, *, length, tolerance=1e-7, prompt=(0, 2)):
+def assert_output_distribution(target, make_drafter, rule, *, length, tolerance=1e-7, prompt=(0, 2), learns=False):
     """Assert, by enumeration, that outputs of `length` tokens have the distribution of the model's plain forward pass.
 
-    `make_drafter` makes a new drafter for every engine.
+    Every outcome has a new engine. All have one drafter, as requests of an engine that runs for long: what it keeps
+    from one to the next would change what is drawn. One that `learns` from requests is made for every engine.
     """
     params, start = SamplingParams(max_tokens=length), len(prompt) - 1
+    one = None if learns else make_drafter()
 
     def make(round_rng):
-        return Engine(target, make_drafter(), make_verifier(rule), round_rng=round_rng)
+        return Engine(target, make_drafter() if learns else one, make_verifier(rule), round_rng=round_rng)
 
     with checks_off():
         found = engine_distribution(make, list(prompt), params)

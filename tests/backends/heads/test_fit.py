@@ -32,7 +32,7 @@ FITTING = MadeFor("OWNER/Tiny-1B", hidden=32, vocab=97, layers=2, architectures=
 def named(name, architecture="LlamaForCausalLM"):
     model = random_model(CONFIGS["llama"]())
     model.config.architectures = [architecture]
-    return HFBackend(model, name=name)
+    return HFBackend(model, name=name, check=False)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,10 @@ def quantized(tmp_path_factory):
                 model = packed_checkpoints.checkpoint(place, "float", config=config)
             else:
                 model = packed_checkpoints.checkpoint(place, form, config=config)
-            made[form, dtype] = load(str(place), LoadOptions(**options)).backend, HFBackend(model, name="OWNER/tiny")
+            made[form, dtype] = (
+                load(str(place), LoadOptions(**options)).backend,
+                HFBackend(model, name="OWNER/tiny", check=False),
+            )
         return made[form, dtype]
 
     return target
@@ -160,18 +163,19 @@ def test_the_distribution_of_a_quantized_target_with_a_head(form, name, quantize
     spec, params, prompt = head_for(name, original, tmp_path / "head"), SamplingParams(max_tokens=3), [0, 2]
 
     def distance(lies):
+        drafter = make_drafter(spec, target=target, draft=None, stopper="fixed:2")
+        propose = drafter.propose
+
+        def moved(requests, rng):
+            drafts = propose(requests, rng)
+            for draft in drafts:
+                if len(draft):
+                    draft.probs[:] = 0.5 * draft.probs + 0.5 / 3
+            return drafts
+
+        drafter.propose = moved if lies else propose
+
         def make(round_rng):
-            drafter = make_drafter(spec, target=target, draft=None, stopper="fixed:2")
-            propose = drafter.propose
-
-            def moved(requests, rng):
-                drafts = propose(requests, rng)
-                for draft in drafts:
-                    if len(draft):
-                        draft.probs[:] = 0.5 * draft.probs + 0.5 / 3
-                return drafts
-
-            drafter.propose = moved if lies else propose
             return Engine(target, drafter, make_verifier("block"), round_rng=round_rng)
 
         with checks_off():

@@ -42,10 +42,17 @@ NAMES = ["shared", "equal", "unified"]
 TARGETS = (HFBackend, pytest.param(LeanModulesBackend, marks=[needs_native]))
 
 
-def gemma(name, kind=HFBackend):
+def gemma(name, kind=HFBackend, *, check=False):
     """The target of a reference assistant."""
     model = transformers.AutoModelForCausalLM.from_pretrained(DATA / name / "target", dtype=torch.float32)
-    return kind(model, name="gemma", **packing(kind))
+    return kind(model, name="gemma", check=check, **packing(kind))
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_targets_of_the_references_pass_the_check_of_models(name, kind):
+    """Once here, and in no other test of assistants."""
+    assert gemma(name, kind, check=True).capabilities == gemma(name, kind).capabilities
 
 
 def changed(folder, name="shared", **fields):

@@ -55,6 +55,12 @@ def drafted_rows(target, head, place, steps):
     return torch.stack(rows)
 
 
+@pytest.mark.parametrize("make", [HFBackend, LeanBackend])
+def test_the_target_of_the_references_passes_the_check_of_models(make):
+    """Once here, and in no other test of heads."""
+    tiny_target(make, check=True)
+
+
 # --- eagle3 as speculators computes it -------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from draftproof import UserError
 from draftproof.backends.cache.windows import windows_of
 from draftproof.backends.heads.self_draft import EarlyExitBackend
 from draftproof.backends.hf.backend import HFBackend
-from draftproof.backends.hf.probe import Limit, Probe, _tolerance, limits_of
+from draftproof.backends.hf.probe import Limit, Probe, _batch_error, _tolerance, limits_of
 from draftproof.backends.lean.backend import LeanBackend, supports
 from draftproof.backends.products.packed_linear import fuse
 from draftproof.drafters.ngram import NgramDrafter
@@ -162,6 +162,26 @@ def test_a_mask_that_the_family_cuts_itself_is_right_for_rows_of_any_length():
     made = HFBackend(model, name="gpt-neo")
     assert not made.capabilities.ragged
     check_text(made, model, drafter=NgramDrafter(4))
+
+
+@pytest.mark.parametrize(("hidden", "alone"), [(0.0, False), (1e-4, True)])
+def test_requests_are_read_alone_only_where_an_error_could_count(hidden, alone, monkeypatch):
+    """A row that is far less off than the tolerance counts as wrong where it is far beyond rounding."""
+    made = LeanBackend(random_model(CONFIGS["llama"]()), name="llama")
+    forward, read = made.forward, []
+
+    @torch.inference_mode()
+    def shifted(feeds):
+        read.append(len(feeds))
+        outputs = forward(feeds)
+        if len(feeds) > 1:
+            outputs[0].logits.mul_(1 + hidden)
+        return outputs
+
+    monkeypatch.setattr(made, "forward", shifted)
+    (scenario,), tolerance = made.probe._scenarios, _tolerance(torch.float32, rounded=False)
+    assert (_batch_error(made, scenario, tolerance=tolerance) > tolerance) is alone
+    assert (1 in read) is alone
 
 
 def test_nobody_else_reads_with_shared_weights_while_limits_are_lowered(monkeypatch):
