@@ -14,6 +14,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from draftproof.backends.loading.tokenization import load_tokenizer, read_tokenizer
+from draftproof.engine.prompts import PromptReader
 from draftproof.errors import UserError
 from draftproof.finish import TextDecoder
 from draftproof.models import download
@@ -54,7 +55,9 @@ def scored(folder, **options):
     return written(folder, "llama", tokens, kinds, scores=scores, **options)
 
 
-def written(folder, model, tokens, kinds, *, scores=None, merges=None, pre=None, prefix=True, bos=True, **more):
+def written(
+    folder, model, tokens, kinds, *, scores=None, merges=None, pre=None, prefix=True, bos=True, chat=CHAT, **more
+):
     path = folder / "x.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
@@ -72,7 +75,7 @@ def written(folder, model, tokens, kinds, *, scores=None, merges=None, pre=None,
     writer.add_eos_token_id(tokens.index("</s>"))
     writer.add_add_bos_token(bos)
     writer.add_add_space_prefix(prefix)
-    writer.add_chat_template(CHAT)
+    writer.add_chat_template(chat)
     for key, value in more.items():
         add = writer.add_bool if isinstance(value, bool) else writer.add_uint32
         add(f"tokenizer.ggml.{key}", value)
@@ -368,3 +371,15 @@ def test_tokens_that_are_taken_for_ordinary_ones_show(name, tmp_path):
     file.metadata["tokenizer.ggml.token_type"] = [1 if each == 4 else each for each in types]
     ours = read_tokenizer(file)
     assert any(tokens_of(ours, text, special=False) != ids for text, ids in FROZEN[name]["tokens"])
+
+
+@pytest.mark.parametrize("template", ["<|user|>{{ messages[0].content }}", "{{ bos_token }}{{ messages[0].content }}"])
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_chat_begins_with_bos_once_where_texts_do(template, bos, tmp_path):
+    """llama.cpp adds BOS to a chat as to a text, and drops that of the template before."""
+    ours = read_tokenizer(GGUFFile(scored(tmp_path, bos=bos, chat=template)))
+    text, ids = PromptReader(ours, "x").read([{"role": "user", "content": "the cat"}])
+    written_bos = template.startswith("{{ bos")
+    assert text.startswith("<s>") == written_bos
+    assert ids.count(1) == (bos or written_bos)
+    assert ids[0] == 1 or not (bos or written_bos)

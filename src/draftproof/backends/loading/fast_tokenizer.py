@@ -51,6 +51,8 @@ class Description:
 class FastTokenizer:
     """Encodes, decodes and applies the chat template as transformers' tokenizer does, and asks that for all else."""
 
+    chat_begin: tuple[int, ...] = ()  # tokens that a chat begins with, even if its template does not
+
     def __init__(self, content: str, description: Description, original: Callable[[], Any]) -> None:
         self._tokenizer = _plain(content)
         self._description = description
@@ -153,6 +155,7 @@ class RuledTokenizer(FastTokenizer):
     def __init__(self, content: str, description: Description, original: Callable[[], Any], rules: TextRules) -> None:
         super().__init__(content, description, original)
         self._rules = rules
+        self.chat_begin = rules.begin
 
     def __call__(self, text: Any, *args: Any, add_special_tokens: bool = True, **options: Any) -> Any:
         """The token ids of a text, as `input_ids`; other arguments than these two are transformers' own."""
