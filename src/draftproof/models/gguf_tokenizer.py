@@ -67,7 +67,11 @@ def read_file_tokenizer(file: GGUFFile) -> FileTokenizer:
     Raises:
         UserError: the file has none, or one of a kind that is not read here.
     """
-    kinds = {BYTE_LEVEL: _byte_level, _SCORED: _scored, _MERGED: _merged}
+    kinds: dict[str, Callable[[GGUFFile, Sequence[int]], tuple[Tokenizer, Scored | None]]] = {
+        BYTE_LEVEL: _byte_level,
+        _SCORED: _scored,
+        _MERGED: _merged,
+    }
     kind = file.get("tokenizer.ggml.model")
     if kind not in kinds:
         named = "no tokenizer" if kind is None else f"the tokenizer {kind!r}"
@@ -82,14 +86,16 @@ def read_file_tokenizer(file: GGUFFile) -> FileTokenizer:
                 "another conversion of the model)"
             )
     try:
-        return _described(kinds[kind](file), file)
+        types = token_types(file)
+        made, scored = kinds[kind](file, types)
+        return _described(made, scored, types, file)
     except UserError:
         raise
     except Exception as cause:  # the library raises no narrower one
         raise UserError(f"cannot make the tokenizer of {file.path}: {reason(cause)}") from cause
 
 
-def _byte_level(file: GGUFFile) -> Tokenizer:
+def _byte_level(file: GGUFFile, _: Sequence[int]) -> tuple[Tokenizer, None]:
     """Byte-pair encoding of bytes, whose texts are split by an expression that the file names."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -102,7 +108,7 @@ def _byte_level(file: GGUFFile) -> Tokenizer:
         gaps = pre_tokenizers.Split(Regex(f"[{missing}]"), "removed")
         made.pre_tokenizer = pre_tokenizers.Sequence([made.pre_tokenizer, gaps])
     made.decoder = decoders.ByteLevel()
-    return made
+    return made, None
 
 
 def _vocabulary(file: GGUFFile) -> dict[str, Any]:
@@ -126,7 +132,7 @@ def _ids(tokens: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def _merged(file: GGUFFile) -> Tokenizer:
+def _merged(file: GGUFFile, _: Sequence[int]) -> tuple[Tokenizer, None]:
     """Byte-pair encoding of characters; what is no token is bytes."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -134,17 +140,21 @@ def _merged(file: GGUFFile) -> Tokenizer:
     made.normalizer = normalizers.Replace(" ", SPACE)
     made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
     made.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
-    return made
+    return made, None
 
 
-def _scored(file: GGUFFile) -> Tokenizer:
-    """Pairs of tokens that are a token are joined, the best score first: merges in the order of their scores."""
+def _scored(file: GGUFFile, types: Sequence[int]) -> tuple[Tokenizer, Scored | None]:
+    """Pairs of tokens that are a token are joined, the best score first: merges in the order of their scores.
+
+    The rule itself comes second, where merges are not enough.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens = file.get("tokenizer.ggml.tokens")
     vocab = _ids(tokens)
     unknown = role_token(file, "unknown")
-    merges = [(tokens[left], tokens[right]) for *_, left, right in _joins(tokens, _scores(file), vocab)]
+    scores = [float(score) for score in np.asarray(file.get("tokenizer.ggml.scores")).tolist()]
+    merges = [(tokens[left], tokens[right]) for *_, left, right in _joins(tokens, scores, vocab)]
     unk = None if unknown is None else tokens[unknown]
     made = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unk, fuse_unk=True, byte_fallback=True))
     prefixed = _prefixed(file)
@@ -152,11 +162,7 @@ def _scored(file: GGUFFile) -> Tokenizer:
     made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
     ends = [decoders.Strip(" ", 1, 0)] if prefixed else []
     made.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
-    return made
-
-
-def _scores(file: GGUFFile) -> list[float]:
-    return [float(score) for score in np.asarray(file.get("tokenizer.ggml.scores")).tolist()]
+    return made, Scored(vocab, scores) if _by_ties(vocab, scores, types) else None
 
 
 def _prefixed(file: GGUFFile) -> bool:
@@ -178,27 +184,30 @@ def _joins(
     return found
 
 
-def _by_ties(file: GGUFFile) -> Scored | None:
-    """The rule of scores itself, where tokens with equal scores could be joined in another order by merges.
+def _by_ties(vocab: Mapping[str, int], scores: Sequence[float], types: Sequence[int]) -> bool:
+    """Whether tokens with equal scores could be joined in another order by merges than by the rule of scores.
 
-    Runs of one letter, as Llama's blanks are, come out the same in any order.
+    Runs of one letter, as Llama's blanks are, come out the same in any order. What is found in a text before it is
+    split is never joined, but where blanks make it.
     """
-    tokens, scores = file.get("tokenizer.ggml.tokens"), _scores(file)
-    vocab = _ids(tokens)
-    tied: dict[float, set[int]] = {}
-    for score, number, *_ in _joins(tokens, scores, vocab):
-        tied.setdefault(score, set()).add(number)
-    groups = (found for found in tied.values() if len(found) > 1)
-    if all(len({letter for number in group for letter in tokens[number]}) == 1 for group in groups):
-        return None
-    return Scored(vocab, scores)
+    often = {score for score, times in Counter(scores).items() if times > 1}
+    tied: dict[float, set[str]] = {}
+    for (token, number), score in zip(vocab.items(), scores, strict=True):
+        if score in often and (types[number] not in WHOLE or SPACE in token) and _is_joined(token, vocab):
+            tied.setdefault(score, set()).add(token)
+    return any(len(set().union(*group)) > 1 for group in tied.values() if len(group) > 1)
 
 
-def _described(made: Tokenizer, file: GGUFFile) -> FileTokenizer:
+def _is_joined(token: str, vocab: Mapping[str, int]) -> bool:
+    """Whether two other tokens make a token."""
+    return any(token[:cut] in vocab and token[cut:] in vocab for cut in range(1, len(token)))
+
+
+def _described(made: Tokenizer, scored: Scored | None, types: Sequence[int], file: GGUFFile) -> FileTokenizer:
     """A tokenizer with the file's special tokens and its chat template."""
     from tokenizers import AddedToken
 
-    kind, tokens, types = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.tokens"), token_types(file)
+    kind, tokens = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.tokens")
     lines = _lines(made, tokens) if kind == _MERGED else {}
     ids = {name: role_token(file, role) for name, role in _ROLES.items()}
     texts = {name: tokens[number] for name, number in ids.items() if number is not None}
@@ -208,7 +217,6 @@ def _described(made: Tokenizer, file: GGUFFile) -> FileTokenizer:
     begin, end = _ends(file, ids)
     _add_ends(made, [(tokens[each], each) for each in begin], [(tokens[each], each) for each in end])
     wholes = Wholes(_wholes(file, tokens, types))
-    scored = _by_ties(file) if kind == _SCORED else None
     needed = scored is not None or lines or wholes.special
     rules = TextRules(
         functools.cache(_piece(kind, tokens, types)),
