@@ -70,7 +70,7 @@ def compare(path: Path, plain: Sequence[str], count: int, seed: int) -> dict[str
     if wrong["differ"]:
         at = wrong["differ"][0]
         made["first"] = {"text": texts[at], "llama.cpp": right.texts[at], "draftproof": found[at][0]}
-    return made | _texts(ours, rows, right, prefixed=bool(_prefixed(file)))
+    return made | _texts(ours, rows, right, prefixed=_prefixed(file))
 
 
 def _byte_tokens(tokens: Sequence[str]) -> dict[int, int]:
@@ -81,7 +81,8 @@ def _byte_tokens(tokens: Sequence[str]) -> dict[int, int]:
 
 
 def _prefixed(file: GGUFFile) -> bool:
-    return file.get("tokenizer.ggml.model") == "llama" and file.get("tokenizer.ggml.add_space_prefix", True)
+    """Whether the first word of a text has a blank in its tokens."""
+    return file.get("tokenizer.ggml.model") == "llama" and bool(file.get("tokenizer.ggml.add_space_prefix", True))
 
 
 def _texts(ours: Any, rows: Sequence[Sequence[int]], right: Answer, *, prefixed: bool) -> dict[str, Any]:
