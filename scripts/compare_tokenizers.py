@@ -1,6 +1,7 @@
 """Tokens of GGUF files beside those of llama.cpp, for each pre-tokenizer that draftproof knows.
 
     python scripts/compare_tokenizers.py [NAME ...] [--vocabulary GGUF | --characters] [--freeze PATH] [--json]
+    python scripts/compare_tokenizers.py --files GGUF ... [--out OUT]
 
 For each name in the table of `draftproof.models.gguf` it writes a GGUF file with random weights, whose metadata names
 that pre-tokenizer, and has the same strings split by llama.cpp (the wheel xllamacpp, which must be importable) and by
@@ -12,6 +13,10 @@ neighbours, until each is one token. So a piece of llama.cpp's that is not one o
 that no merges make show which names take a word that is a token without looking at merges. With `--vocabulary` the
 tokens and merges are those of a file instead; many wrong splits do not show then. With `--characters` the strings are
 the characters of all Unicode, each after nine others, and merges join a character's first byte with the one before it.
+
+With `--files` whole tokenizers are compared (`compare_vocabularies.py`; it needs the package llama-cpp-python): tokens
+of texts with and without those at both ends, and texts of token ids, at once and token by token. Files may have a
+vocabulary alone, as those in llama.cpp's folder `models` do.
 
 `--freeze` writes the pieces that llama.cpp makes of some strings, which tests/models/test_gguf.py holds, if no string
 differs.
@@ -33,6 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import compare_vocabularies
 import httpx
 import numpy as np
 from common import say
@@ -345,8 +351,8 @@ def made_by() -> str:
     return f"llama.cpp in xllamacpp {importlib.metadata.version('xllamacpp')}"
 
 
-def main() -> int:
-    """Compare as the command line says."""
+def _parsed() -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="pre-tokenizers; all that are known without any")
     parser.add_argument("--strings", type=int, default=2000, metavar="N", help="how many are compared")
@@ -354,16 +360,28 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=Path, metavar="GGUF", help="takes the tokens and merges of this file")
     parser.add_argument("--characters", action="store_true", help="compares characters of all Unicode")
     parser.add_argument("--freeze", type=Path, metavar="PATH", help="writes the pieces of some strings of each kind")
+    parser.add_argument("--files", type=Path, nargs="+", metavar="GGUF", help="compares whole tokenizers of files")
+    parser.add_argument("--out", type=Path, help="with --files: writes OUT.md and OUT.json")
     parser.add_argument("--json", action="store_true", help="prints the figures as JSON")
     parser.add_argument("-q", "--quiet", action="store_true", help="prints no progress")
     options = parser.parse_args()
-    names = options.names or sorted(KNOWN)
-    if unknown := [name for name in names if name not in KNOWN]:
+    if options.files is not None and (options.names or options.characters or options.freeze or options.vocabulary):
+        parser.error("--files compares whole tokenizers: leave out names, --characters, --freeze and --vocabulary")
+    if unknown := [name for name in options.names if name not in KNOWN]:
         parser.error(f"not known: {', '.join(unknown)}; known are {', '.join(sorted(KNOWN))}")
+    if options.characters and (options.freeze or options.vocabulary):
+        parser.error("--characters has strings and a vocabulary of its own: leave out --freeze and --vocabulary")
+    return options
+
+
+def main() -> int:
+    """Compare as the command line says."""
+    options = _parsed()
+    names = options.names or sorted(KNOWN)
     texts = strings(options.strings, options.seed)
+    if options.files is not None:
+        return compare_vocabularies.main(options, texts)
     if options.characters:
-        if options.freeze or options.vocabulary:
-            parser.error("--characters has strings and a vocabulary of its own: leave out --freeze and --vocabulary")
         texts, vocabulary = characters()
     elif options.vocabulary is None:
         say(options, "learning merges")

@@ -175,10 +175,6 @@ def test_no_name_is_llama_cpps_default(tmp_path):
     assert [list(unnamed(text)["input_ids"]) for text in TEXTS] == [list(default(text)["input_ids"]) for text in TEXTS]
 
 
-def test_a_tokenizer_of_another_kind_needs_no_name(tmp_path):
-    assert read_tokenizer(GGUFFile(file_of(tmp_path, "a-new-one", "t5"))) is None
-
-
 DAMAGED = {
     "empty": lambda _: b"",
     "no GGUF": lambda content: b"PK" + content,

@@ -3,6 +3,7 @@
 import json
 import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -13,10 +14,12 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from draftproof.backends.loading.tokenization import load_tokenizer, read_tokenizer
+from draftproof.engine.prompts import PromptReader
 from draftproof.errors import UserError
+from draftproof.finish import TextDecoder
 from draftproof.models import download
 from draftproof.models.gguf_file import GGUFFile
-from draftproof.models.gguf_tokenizer import FileTokenizer
+from draftproof.models.gguf_tokenizer import FileTokenizer, read_file_tokenizer
 from support.gguf_files import write_model
 from support.helpers import random_model
 
@@ -52,7 +55,9 @@ def scored(folder, **options):
     return written(folder, "llama", tokens, kinds, scores=scores, **options)
 
 
-def written(folder, model, tokens, kinds, *, scores=None, merges=None, pre=None, prefix=True, bos=True, **more):
+def written(
+    folder, model, tokens, kinds, *, scores=None, merges=None, pre=None, prefix=True, bos=True, chat=CHAT, **more
+):
     path = folder / "x.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
@@ -70,7 +75,7 @@ def written(folder, model, tokens, kinds, *, scores=None, merges=None, pre=None,
     writer.add_eos_token_id(tokens.index("</s>"))
     writer.add_add_bos_token(bos)
     writer.add_add_space_prefix(prefix)
-    writer.add_chat_template(CHAT)
+    writer.add_chat_template(chat)
     for key, value in more.items():
         add = writer.add_bool if isinstance(value, bool) else writer.add_uint32
         add(f"tokenizer.ggml.{key}", value)
@@ -184,9 +189,29 @@ def test_the_chat_template_is_the_files(tmp_path):
     assert ours.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) == "<|user|>Hi</s>"
 
 
-def test_a_kind_that_is_not_known_is_left_to_transformers(tmp_path):
-    path = written(tmp_path, "bert", ["<unk>", "<s>", "</s>"], [2, 3, 3], scores=[0.0] * 3)
-    assert read_tokenizer(GGUFFile(path)) is None
+@pytest.mark.parametrize("kind", ["bert", "t5", "rwkv"])
+def test_a_kind_that_is_not_known_is_an_error_that_names_it(kind, tmp_path):
+    path = written(tmp_path, kind, ["<unk>", "<s>", "</s>"], [2, 3, 3], scores=[0.0] * 3)
+    for load in (lambda: read_tokenizer(GGUFFile(path)), lambda: load_tokenizer(str(path))):
+        with pytest.raises(UserError, match=rf"x\.gguf has the tokenizer '{kind}' .*: expected gemma4, gpt2, llama"):
+            load()
+
+
+def test_a_file_without_a_tokenizer_is_an_error(tmp_path):
+    path = written(tmp_path, "llama", ["<unk>", "<s>", "</s>"], [2, 3, 3], scores=[0.0] * 3)
+    file = GGUFFile(path)
+    del file.metadata["tokenizer.ggml.scores"]
+    with pytest.raises(UserError, match=r"tokenizer 'llama' without tokenizer\.ggml\.scores"):
+        read_tokenizer(file)
+    del file.metadata["tokenizer.ggml.model"]
+    with pytest.raises(UserError, match="has no tokenizer"):
+        read_tokenizer(file)
+
+
+def test_a_token_that_stands_there_twice_is_an_error(tmp_path):
+    path = written(tmp_path, "llama", ["<unk>", "<s>", "</s>", "a", "a"], [2, 3, 3, 1, 1], scores=[0.0] * 5)
+    with pytest.raises(UserError, match="expected different tokens, got 'a' 2 times"):
+        read_tokenizer(GGUFFile(path))
 
 
 def test_merges_without_their_tokens_are_refused(tmp_path):
@@ -252,7 +277,7 @@ def test_a_word_that_is_named_for_padding_stays_a_word(tmp_path):
 def test_an_id_that_there_is_not_is_an_error(tmp_path):
     path = written(tmp_path, "gpt2", **WORDS, pre="qwen2", padding_token_id=100000)
     for load in (lambda: read_tokenizer(GGUFFile(path)), lambda: load_tokenizer(str(path))):
-        with pytest.raises(UserError, match=r"cannot make the tokenizer of .*x\.gguf: list index out of range"):
+        with pytest.raises(UserError, match=r"padding_token_id: expected a token below \d+, got 100000"):
             load()
 
 
@@ -282,3 +307,79 @@ def test_a_converted_file_keeps_its_tokenizer(tmp_path):
     for text in TEXTS:
         assert tokens_of(kept, text, special=True) == tokens_of(right, text, special=True)
     assert (kept.eos_token_id, kept.model_max_length) == (size - 2, 128)
+
+
+# --- what llama.cpp makes of small vocabularies -----------------------------------------------------------------------
+
+# Which build of llama.cpp made them is in the file ("made_by"). To make them anew:
+# python scripts/freeze_tokenizers.py tests/models/llama_cpp_tokens.json
+FROZEN = json.loads(Path(__file__).with_name("llama_cpp_tokens.json").read_text(encoding="utf-8"))["vocabularies"]
+
+
+def frozen_file(folder, name):
+    writer = gguf.GGUFWriter(folder / "x.gguf", "llama")
+    for key, value in FROZEN[name]["metadata"].items():
+        kinds = {list: writer.add_array, bool: writer.add_bool, str: writer.add_string, int: writer.add_uint32}
+        kinds[type(value)](key if "." in key else f"tokenizer.ggml.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GGUFFile(folder / "x.gguf")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", FROZEN)
+def test_texts_get_the_tokens_of_llama_cpp(name, tmp_path):
+    ours = read_tokenizer(frozen_file(tmp_path, name))
+    for text, ids in FROZEN[name]["tokens"]:
+        assert tokens_of(ours, text, special=False) == ids, text
+    for text, ids in FROZEN[name]["with_ends"]:
+        assert tokens_of(ours, text, special=True) == ids, text
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", FROZEN)
+def test_token_ids_get_the_text_of_llama_cpp(name, tmp_path):
+    file = frozen_file(tmp_path, name)
+    ours, prefixed = read_tokenizer(file), read_file_tokenizer(file).rules.prefixed
+    for ids, *texts in FROZEN[name]["texts"]:
+        for skip, text in zip((False, True), texts, strict=True):
+            right = text.removeprefix(" ") if prefixed else text
+            assert ours.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False) == right, ids
+            decoder = TextDecoder(ours, skip_special_tokens=skip)
+            assert "".join(decoder.push(each) for each in ids) + decoder.flush() == right, ids
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_the_library_alone_has_others(name, tmp_path):
+    """The strings and rows show a tokenizer that has no rules of its own."""
+    library = read_file_tokenizer(frozen_file(tmp_path, name)).tokenizer
+    found = [library.encode(text, add_special_tokens=False).ids for text, _ in FROZEN[name]["tokens"]]
+    differ = [ids != right for ids, (_, right) in zip(found, FROZEN[name]["tokens"], strict=True)]
+    shown = [library.decode(ids, skip_special_tokens=False) for ids, *_ in FROZEN[name]["texts"]]
+    others = [text != right for text, (_, right, _) in zip(shown, FROZEN[name]["texts"], strict=True)]
+    assert any(differ)
+    assert any(others)
+
+
+@pytest.mark.parametrize("name", [name for name in FROZEN if 4 in FROZEN[name]["metadata"]["token_type"]])
+def test_tokens_that_are_taken_for_ordinary_ones_show(name, tmp_path):
+    """A mistake made on purpose: tokens that users defined are ordinary ones."""
+    file = frozen_file(tmp_path, name)
+    types = file.get("tokenizer.ggml.token_type")
+    file.metadata["tokenizer.ggml.token_type"] = [1 if each == 4 else each for each in types]
+    ours = read_tokenizer(file)
+    assert any(tokens_of(ours, text, special=False) != ids for text, ids in FROZEN[name]["tokens"])
+
+
+@pytest.mark.parametrize("template", ["<|user|>{{ messages[0].content }}", "{{ bos_token }}{{ messages[0].content }}"])
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_chat_begins_with_bos_once_where_texts_do(template, bos, tmp_path):
+    """llama.cpp adds BOS to a chat as to a text, and drops that of the template before."""
+    ours = read_tokenizer(GGUFFile(scored(tmp_path, bos=bos, chat=template)))
+    text, ids = PromptReader(ours, "x").read([{"role": "user", "content": "the cat"}])
+    written_bos = template.startswith("{{ bos")
+    assert text.startswith("<s>") == written_bos
+    assert ids.count(1) == (bos or written_bos)
+    assert ids[0] == 1 or not (bos or written_bos)

@@ -52,7 +52,7 @@ class PromptReader:
         items: list[Any] = list(prompt)
         if items and isinstance(items[0], Mapping):
             text = self.chat_text(items)
-            return text, self._ids(text, add_special_tokens=False)
+            return text, self.chat_ids(text)
         if {*map(type, items)} <= {int}:  # much faster than a loop over a long prompt
             return None, items
         for place, token in enumerate(items):
@@ -63,6 +63,15 @@ class PromptReader:
     def plain(self, text: str) -> list[int]:
         """Token ids of a text without special tokens."""
         return self._ids(text, add_special_tokens=False)
+
+    def chat_ids(self, text: str) -> list[int]:
+        """Token ids of a chat to which the template was applied.
+
+        A tokenizer of a GGUF file puts BOS before a chat as before a text, where the template does not.
+        """
+        ids = self._ids(text, add_special_tokens=False)
+        begin = list(getattr(self.tokenizer, "chat_begin", ()))
+        return ids if ids[: len(begin)] == begin else [*begin, *ids]
 
     def bad_words(self, words: Sequence[str], encode: Callable[[str], Sequence[int]] | None = None) -> BadWords:
         """Texts that must not occur in an output, encoded once for all requests with the same words.

@@ -155,9 +155,7 @@ def _convert(gguf: Path, out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    read = read_file_tokenizer(GGUFFile(gguf))
-    assert read is not None, "registered files have a tokenizer that is read here"
-    tokenizer = read.for_transformers()
+    tokenizer = read_file_tokenizer(GGUFFile(gguf)).for_transformers()
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,

@@ -142,7 +142,7 @@ class RequestParser:
                 text = self._engine.prompts.chat_text(shown, tools or None, options)
         except TimeOver:
             raise endless_template(_TEMPLATE_SECONDS, "these messages", "messages") from None
-        return self.plain(text, "messages")
+        return self._encoded(text, "messages", self._engine.prompts.chat_ids)
 
     def encode(self, prompt: str | Sequence[int], param: str) -> tuple[str | None, tuple[int, ...]]:
         """Text and token ids of a prompt that is not a chat; raises ApiError if it is empty, too long, or invalid."""
@@ -157,9 +157,12 @@ class RequestParser:
 
     def plain(self, text: str, param: str) -> tuple[int, ...]:
         """Token ids of a text without special tokens."""
+        return self._encoded(text, param, self._engine.prompts.plain)
+
+    def _encoded(self, text: str, param: str, encode: Callable[[str], list[int]]) -> tuple[int, ...]:
         self._refuse_long(len(text), param)
         with self._blamed(param), self._lock:
-            ids = tuple(self._engine.prompts.plain(text))
+            ids = tuple(encode(text))
         self._refuse_tokens(len(ids), param)
         return ids
 

@@ -4,8 +4,8 @@ import pytest
 
 gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
-from draftproof.backends.loading.gguf_tensors import end_tokens
 from draftproof.models.gguf_file import GGUFFile
+from draftproof.models.gguf_roles import end_tokens
 
 CONTROL, NORMAL = 3, 1
 DEEPSEEK = "<\uff5cend\u2581of\u2581sentence\uff5c>"

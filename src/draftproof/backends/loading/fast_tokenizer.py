@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from draftproof.models.gguf_text import TextRules
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -48,6 +50,8 @@ class Description:
 
 class FastTokenizer:
     """Encodes, decodes and applies the chat template as transformers' tokenizer does, and asks that for all else."""
+
+    chat_begin: tuple[int, ...] = ()  # tokens that a chat begins with, even if its template does not
 
     def __init__(self, content: str, description: Description, original: Callable[[], Any]) -> None:
         self._tokenizer = _plain(content)
@@ -143,6 +147,34 @@ class FastTokenizer:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._original(), name)
+
+
+class RuledTokenizer(FastTokenizer):
+    """A tokenizer whose tokens and texts follow rules that the library does not have."""
+
+    def __init__(self, content: str, description: Description, original: Callable[[], Any], rules: TextRules) -> None:
+        super().__init__(content, description, original)
+        self._rules = rules
+        self.chat_begin = rules.begin
+
+    def __call__(self, text: Any, *args: Any, add_special_tokens: bool = True, **options: Any) -> Any:
+        """The token ids of a text, as `input_ids`; other arguments than these two are transformers' own."""
+        if args or options or not isinstance(text, str):
+            return super().__call__(text, *args, add_special_tokens=add_special_tokens, **options)
+        ids = self._rules.ids(text, lambda part: list(self._tokenizer.encode(part, add_special_tokens=False).ids))
+        return {"input_ids": [*self._rules.begin, *ids, *self._rules.end] if add_special_tokens else ids}
+
+    def decode(
+        self,
+        token_ids: Any,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        """The text of token ids; other arguments than a list without clean-up are transformers' own."""
+        if clean_up_tokenization_spaces is not False or options or not isinstance(token_ids, list):
+            return super().decode(token_ids, skip_special_tokens, clean_up_tokenization_spaces, **options)
+        return self._rules.text(token_ids, skip=skip_special_tokens)
 
 
 def describe(tokenizer: Any) -> tuple[str, dict[str, Any]] | None:

@@ -23,10 +23,11 @@ from draftproof.backends.lean.module_backend import LeanModulesBackend, pack_lay
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
 from draftproof.backends.lean.traits import UnreadError
 from draftproof.backends.loading.gguf_rotary import DIVIDED, FACTORS, longest
-from draftproof.backends.loading.gguf_tensors import by_layer, end_tokens, floats_of, named, single
+from draftproof.backends.loading.gguf_tensors import by_layer, floats_of, named, single
 from draftproof.backends.loading.stored_backends import StoredBackend, attention_name
 from draftproof.backends.products.stored_modules import NativeNorm, StoredGates
 from draftproof.models.gguf_file import GGUFFile
+from draftproof.models.gguf_roles import end_tokens
 
 Order = Int[Tensor, " numbers"]
 

@@ -37,12 +37,13 @@ from draftproof.backends.loading.gguf_rotary import (
     padded,
     switches_at,
 )
-from draftproof.backends.loading.gguf_tensors import FileTensors, dtype_of, end_tokens, experts_of, named, single
+from draftproof.backends.loading.gguf_tensors import FileTensors, dtype_of, experts_of, named, single
 from draftproof.backends.loading.options import ACTIVATIONS, LoadOptions
 from draftproof.backends.model_info import ModelInfo
 from draftproof.backends.new_weights import EMBEDDING, mismatch
 from draftproof.errors import UserError
 from draftproof.models.gguf_file import GGUFFile, TensorEntry, generation_config
+from draftproof.models.gguf_roles import end_tokens
 from draftproof.native.operations import Operations
 from draftproof.native.threads import limit_threads
 from draftproof.progress import bar, silent

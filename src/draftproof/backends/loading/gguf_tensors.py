@@ -20,25 +20,6 @@ from draftproof.native.operations import MOST_EXPERTS
 
 _STORED = {**TYPES, **SIXTEEN_BITS}  # types of matrices that stay in the file until products are made of them
 _SOFTMAX, _SOFTMAX_OF_CHOSEN = 1, 3  # kinds of routers, by the number that files have for them
-_ENDS = (
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
-    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>",
-    "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
-)  # fmt: skip
-"""Texts of tokens that end an answer, of whatever type, as llama.cpp collects them (llama-vocab.cpp)."""
-
-_FILLS = {
-    "pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
-    "rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
-    "sep": ("<|file_sep|>",),
-}
-"""Likewise of tokens for code that is filled in, by the name in keys; the first one counts where no key names one."""
-
-_NO_ENDS = {
-    "<|end|>": (("<|return|>", "<|flush|>"), ("<|call|>", "<|calls|>")),
-    "</s>": (("<|tool_response>",),),
-}
-"""Texts that end nothing where one of each of these ends is there: gpt-oss ends a channel with the first one."""
 
 
 class FileTensors:
@@ -136,28 +117,6 @@ def refuse_inexact(matrix: StoredMatrix) -> None:
     why = why_not_exact(matrix)
     if why is not None:
         raise UnreadError(why)
-
-
-def end_tokens(file: GGUFFile) -> tuple[int, ...]:
-    """Ids of the tokens that end a text: those that metadata name, and those with a text that is known for it."""
-    tokens = file.get("tokenizer.ggml.tokens", [])
-
-    def named(kind: str) -> int | None:
-        found = file.get(f"tokenizer.ggml.{kind}_token_id")
-        return None if found is None else int(found)
-
-    known = {*_ENDS, *(text for texts in _FILLS.values() for text in texts)}
-    ids = {text: number for number, text in enumerate(tokens) if text in known}
-    found = [named(kind) for kind in ("eos", "eot", "eom")]
-    found += [ids[text] for text in _ENDS if text in ids]
-    for kind, texts in _FILLS.items():
-        of_key = named(f"fim_{kind}")
-        found.append(next((ids[text] for text in texts if text in ids), None) if of_key is None else of_key)
-    made = dict.fromkeys(each for each in found if each is not None)
-    for text, others in _NO_ENDS.items():
-        if all(any(ids.get(each) in made for each in some) for some in others):
-            made.pop(ids.get(text, -1), None)
-    return tuple(made)
 
 
 def named(keys: ModelMetadata, key: str) -> Any:

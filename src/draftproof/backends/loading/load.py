@@ -79,9 +79,9 @@ class LoadedModel:
     @functools.cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer: transformers' own, or one that does the same."""
+        if self._gguf is not None:
+            return read_tokenizer(self._gguf)
         kept = self._from_check(lambda check: check.tokenizer(self._original_tokenizer))
-        if kept is None and self._gguf is not None:
-            kept = read_tokenizer(self._gguf)
         return self._original_tokenizer() if kept is None else kept
 
     @functools.cached_property

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from draftproof import models
-from draftproof.backends.loading.fast_tokenizer import LEFT_TO_TRANSFORMERS, Description, FastTokenizer
+from draftproof.backends.loading.fast_tokenizer import LEFT_TO_TRANSFORMERS, Description, FastTokenizer, RuledTokenizer
 from draftproof.backends.translation.token_map import TokenContents, TokenMap, map_tokens
 from draftproof.errors import UserError, reason
 from draftproof.models.gguf_file import GGUFFile, is_gguf
@@ -34,17 +34,13 @@ _TEXT = (
 def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a model that is given as a hub id, a directory or a .gguf file."""
     where = Path(source)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if is_gguf(where):
-        read = read_file_tokenizer(GGUFFile(where))
-        if read is not None:
-            return read.for_transformers()
-        source, options = str(where.parent), {**options, "gguf_file": where.name}
+        return read_file_tokenizer(GGUFFile(where)).for_transformers()
     models.refuse_unreachable(source)
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source, **options)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as cause:
         raise UserError(f"cannot load a tokenizer from {str(where)!r}: {_why_none(where, cause)}") from cause
 
@@ -60,19 +56,16 @@ def _why_none(where: Path, cause: Exception) -> str:
     said = reason(cause)
     if not where.exists() and ("couldn't connect" in said or "offline" in said.lower()):
         return models.nowhere(str(where))
-    unknown = "GGUF model with architecture" in said
-    return f"{said} (take the model's own directory or hub id)" if unknown else said
+    return said
 
 
-def read_tokenizer(file: GGUFFile) -> FastTokenizer | None:
-    """The tokenizer of a GGUF file without transformers; None where it is of a kind that is not read here."""
+def read_tokenizer(file: GGUFFile) -> FastTokenizer:
+    """The tokenizer of a GGUF file without transformers, with the tokens and texts of llama.cpp."""
     read = read_file_tokenizer(file)
-    if read is None:
-        return None
     template = read.chat_template
     renders = template is not None and not any(word in template for word in LEFT_TO_TRANSFORMERS)
     described = Description(read.eos_token_id, read.bos_token_id, dict(read.special_tokens), template, renders)
-    return FastTokenizer(read.tokenizer.to_str(), described, partial(load_tokenizer, str(file.path)))
+    return RuledTokenizer(read.tokenizer.to_str(), described, partial(load_tokenizer, str(file.path)), read.rules)
 
 
 def refuse_different(target: Any, draft: Any, *, target_name: str, draft_name: str) -> None:
