@@ -368,7 +368,8 @@ def _without_text(value: Any) -> str:
     """A number, true, false or null as it was sent; of anything else only what it is."""
     if value is None or isinstance(value, bool | int | float):
         return json.dumps(value)[:_MOST_QUOTED]
-    return {str: "a text", list: "a list", dict: "an object"}.get(type(value), "another value")
+    kinds = ((str, "a text"), (list, "a list"), (dict, "an object"))
+    return next((name for kind, name in kinds if isinstance(value, kind)), "another value")
 
 
 def _field_names(kind: type[schemas.Body]) -> set[str]:
