@@ -8,13 +8,14 @@ import itertools
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.embedded import draft_dir, target_dir
-from draftproof.engine.prompts import as_prompts
+from draftproof.engine.prompts import as_prompts, one_for_each
 from support.helpers import embedded_model, engine, plain_rows, tokenizer
 
 PROMPTS = (
@@ -464,6 +465,33 @@ def test_what_is_no_prompt_is_not_read_as_one(prompts):
         unchecked(prompts)
 
 
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_arrays_of_token_ids_are_prompts(make):
+    under_test, array = engine(), make([5, 6])
+    assert inspect.unwrap(as_prompts)([*array.numpy()] if make is torch.tensor else [*array]) == [[5, 6]]
+    (alone,), (_, beside) = (under_test.generate(prompts, GREEDY) for prompts in (array, [[7], array]))
+    streamed = [token for chunk in under_test.stream(array, GREEDY) for token in chunk.token_ids]
+    assert streamed == [*alone.token_ids] == [*beside.token_ids] == [*under_test.generate([5, 6], GREEDY)[0].token_ids]
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_an_array_of_rows_is_refused_because_rows_may_be_padded(make):
+    under_test = engine()
+    for call in (under_test.generate, lambda prompt: next(under_test.stream(prompt))):
+        with pytest.raises(UserError, match=r"expected one dimension, got an array of shape \(1, 2\) \(pass a list"):
+            call(make([[5, 6]]))
+    with pytest.raises(UserError, match=r"token 0 of the prompt: expected an integer, got 5\.0"):
+        under_test.generate([make([5.0])])
+
+
+@pytest.mark.parametrize("prompt", [{"role": "user", "content": "hi"}, b"hi", 7, None])
+def test_a_single_prompt_or_prediction_is_checked_as_several_are(prompt):
+    reader, kind = engine().prompts, type(prompt).__name__
+    for what in ("prompt", "prediction"):  # bytes would be read as token ids
+        with pytest.raises(UserError, match=rf"{what}: expected a text, token ids, or chat messages, got {kind}$"):
+            inspect.unwrap(type(reader).read)(reader, prompt, what)
+
+
 @pytest.mark.parametrize("token", [1.0, "7", None])
 def test_token_ids_that_are_no_whole_numbers_are_refused_and_not_rounded(token):
     unchecked = inspect.unwrap(Engine.encode)  # the types say so too, but only tests check types
@@ -498,6 +526,11 @@ def test_parameters_that_do_not_fit_are_refused():
     under_test = engine()
     with pytest.raises(UserError, match="params: expected one SamplingParams, or 3 for as many prompts, got 2"):
         under_test.generate(list(PROMPTS[:3]), [GREEDY, GREEDY])
+    each, given = inspect.unwrap(one_for_each), {"max_tokens": 3}
+    with pytest.raises(UserError, match=r"params: expected one SamplingParams, or a list with one .* got dict"):
+        each("params", given, SamplingParams, 1)  # a list of its keys would be one for each prompt
+    with pytest.raises(UserError, match=r"params: expected SamplingParams, got dict \(make them with SamplingParams"):
+        inspect.unwrap(Engine._sampling)(under_test, given)
     with pytest.raises(ValueError, match="max_tokens: expected an integer >= 0, or None for no limit, got -1"):
         SamplingParams(max_tokens=-1)
     with pytest.raises(UserError, match="n: expected 1, since a stream has one continuation, got 2"):

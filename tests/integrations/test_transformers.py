@@ -195,6 +195,28 @@ def test_adapters_beside_the_weights(llama):
     assert not torch.equal(found, both(llama)[1])
 
 
+def test_an_adapter_that_is_switched_after_its_prompt_was_read():
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model_of(), peft.LoraConfig(r=4, init_lora_weights=False)).eval()
+    ids = torch.randint(6, VOCAB, (1, 60), generator=torch.Generator().manual_seed(4))  # its keys and values are kept
+    scales = [each.scaling for each in adapted.modules() if isinstance(getattr(each, "scaling", None), dict)]
+    texts = []
+
+    def compare():
+        expected, found = both(adapted, input_ids=ids, attention_mask=torch.ones_like(ids))
+        assert torch.equal(found, expected)
+        texts.append(tuple(found[0].tolist()))
+
+    compare()
+    with adapted.disable_adapter():
+        compare()
+    for each in scales:
+        each["default"] *= 4
+    compare()
+    assert scales
+    assert len({*texts}) == 3
+
+
 # --- sampling -----------------------------------------------------------------------------------------------------
 
 
@@ -458,7 +480,15 @@ def test_engines_are_kept_until_the_weights_change(monkeypatch):
     changed(lambda: model.load_state_dict(model_of("llama").state_dict()))
     changed(lambda: model.to(torch.float64))
     changed(lambda: model.resize_token_embeddings(VOCAB + 8))
-    assert keeping == [True, *[False] * 6], "calibration is not kept of weights that training changes"
+    mlp, handles = model.model.layers[0].mlp, []
+    forward = mlp.forward
+    for register in (mlp.register_forward_hook, mlp.register_forward_pre_hook):
+        changed(lambda add=register: handles.append(add(lambda *given: given[-1] * 0.5 if len(given) == 3 else None)))
+        changed(lambda: handles.pop().remove())
+    changed(lambda: setattr(mlp, "forward", lambda given: 0.5 * forward(given)))
+    changed(lambda: delattr(mlp, "forward"))
+    changed(lambda: setattr(mlp, "act_fn", torch.nn.ReLU().eval()))
+    assert keeping == [True, *[False] * 13], "calibration is not kept of weights that training changes"
     forget(model)
     changed(lambda: None)
 

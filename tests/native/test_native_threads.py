@@ -201,6 +201,33 @@ def test_torchs_threads_do_not_spin_while_rounds_run_on_the_pool():
     assert min(free, again) > 2 * max(limited, last), done.stdout
 
 
+FORK = """
+import os, signal
+import torch
+from draftproof.native.threads import limit_threads
+
+torch.set_num_threads(2)
+limit_threads()  # as every engine does
+numbers = torch.zeros(1 << 17)
+numbers.add_(1.0)  # the team of this thread
+if (child := os.fork()) == 0:
+    signal.alarm(60)  # ends a process that waits for ever
+    numbers.add_(1.0)
+    os._exit(0 if numbers.eq(2).all() else 1)
+assert os.waitpid(child, 0)[1] == 0, "the forked process"
+assert numbers.add_(1.0).eq(2).all()  # a team again
+"""
+
+
+@pytest.mark.builds  # its process has torch's threads only
+@pytest.mark.skipif(not OFFERED, reason="torch has another threading runtime here")
+def test_a_forked_process_computes_where_torch_has_threads():
+    command = [sys.executable, "-W", "ignore", "-c", FORK]
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 # --- slow -------------------------------------------------------------------------------------------------------------
 
 WRONG = {

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from draftproof import UserError
 from draftproof.cli import app
-from draftproof.server.client_configs import CLIENTS, ServedModel, ask_server, client_config
+from draftproof.server.client_configs import CLIENTS, KEY, ServedModel, ask_server, client_config
 from support.serving import running, small_engine
 
 SERVED = ServedModel("http://127.0.0.1:8000", 'it\'s a "model"', 4096, 1024, reasoning=True)
@@ -87,6 +87,16 @@ def test_a_server_that_does_not_run_is_assumed():
     assert CliRunner().invoke(app, ["serve", "--print-config", "x"]).exit_code != 0
 
 
-def test_a_server_that_says_something_else_is_not_asked():
-    with running(small_engine(), keys=("k" * 16,)) as (base, _):
-        assert ask_server(base) is None
+def test_a_server_with_keys_is_asked_with_one(monkeypatch):
+    key = "k" * 16
+    with running(small_engine(), keys=(key,)) as (base, _):
+        command = ["serve", "--port", base.rpartition(":")[2], "--print-config", "opencode"]
+        for given, got in ((None, "none"), ("another", "another one")):
+            monkeypatch.setenv(KEY, given) if given else monkeypatch.delenv(KEY, raising=False)
+            with pytest.raises(UserError, match=rf"expected one of its API keys, got {got}: set the variable {KEY}"):
+                ask_server(base)
+        assert not CliRunner().invoke(app, command).stdout, "no file is made of limits that are only assumed"
+        monkeypatch.setenv(KEY, key)
+        found = ask_server(base)
+        assert found is not None
+        assert f'"context": {found.context}' in CliRunner().invoke(app, command).stdout

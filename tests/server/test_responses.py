@@ -661,7 +661,7 @@ REFUSED = [
     ({"max_tokens": 2}, "max_tokens", "not supported"),
     ({"max_output_tokens": -1}, "max_tokens", "expected"),
     ({"temperature": -1}, "temperature", "expected"),
-    ({"top_logprobs": 21}, "logprobs", "at most 20"),
+    ({"top_logprobs": 21}, "top_logprobs", "at most 20"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name", "pattern"),
     ({"tools": [{"name": "now"}]}, "tools.0", "expected an object with a type"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),

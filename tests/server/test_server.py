@@ -499,6 +499,27 @@ def test_a_field_that_is_misspelt(base, field, said):
     assert answer["message"] == f"{field} is not supported: {said}"
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(5.5, "5.5"), (True, "true"), ("5 private", "a text"), ([7], "a list"), ({"a": 7}, "an object"), (10**400, None)],
+)
+def test_a_value_of_another_type_is_said_without_its_text(base, value, said):
+    answer = error_of(post(base, max_tokens=value))
+    assert answer["param"] == "max_tokens"
+    assert len(answer["message"]) < 200
+    if said is not None:
+        assert answer["message"] == f"max_tokens: Input should be a valid integer, got {said}"
+
+
+@pytest.mark.parametrize("count", [-1, 21])
+def test_an_error_names_the_field_that_counts_log_probabilities(base, count):
+    chat = error_of(post(base, "/v1/chat/completions", messages=MESSAGES, logprobs=True, top_logprobs=count))
+    text = error_of(post(base, prompt="Once", logprobs=count))
+    for answer, field in ((chat, "top_logprobs"), (text, "logprobs")):
+        assert answer["param"] == field
+        assert answer["message"].startswith(f"{field}: expected ")
+
+
 @pytest.mark.parametrize(("path", "status"), [("/health", 200), ("/v1/models", 200), ("/v1/completions", 405)])
 def test_head_answers_as_get_without_a_body(base, path, status):
     answers = [httpx.request(method, base + path) for method in ("HEAD", "GET")]

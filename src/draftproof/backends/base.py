@@ -31,6 +31,7 @@ class Capabilities:
         ragged: whether rows that begin or end at different positions may share a forward pass.
         rollback: whether drafted tokens can be read and taken back; without it there is plain decoding only.
         portions: whether a prompt takes no longer in chunks than at once.
+        resumes: whether a prompt after a prefix that was read before has the same logits as one that is read at once.
         predicts: whether it predicts, before a token is drawn, if that token will be accepted.
     """
 
@@ -39,6 +40,7 @@ class Capabilities:
     ragged: bool = True
     rollback: bool = True
     portions: bool = True
+    resumes: bool = True
     predicts: bool = False
 
 

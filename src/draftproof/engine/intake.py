@@ -143,7 +143,7 @@ class RequestIntake:
         if patient is not None:
             warnings.warn("add: patient is now called offline", DeprecationWarning, stacklevel=2)
             offline = patient
-        params = params or self.default_params
+        params = self._sampling(params)
         text, ids = self.encode(prompt)
         predicted = self._prediction_ids(prediction)
         self._check_prompt(ids, params, speculates=speculates)
@@ -232,17 +232,31 @@ class RequestIntake:
 
     def _prediction_ids(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
         """The token ids of a prediction."""
-        if not prediction:
+        if prediction is None:
+            return ()
+        ids = (
+            self.prompts.plain(prediction)
+            if isinstance(prediction, str)
+            else self.prompts.read(prediction, "prediction")[1]
+        )
+        if not ids:
             return ()
         if not self.drafter.reads_predictions:
             raise UserError(
                 f"drafter {self.drafter.name} cannot use a prediction: leave it out, or use the drafter auto or suffix"
             )
-        if isinstance(prediction, str):
-            return tuple(self.prompts.plain(prediction))
-        ids = tuple(self.encode(prediction)[1])
         self._check_ids(ids, "prediction")
-        return ids
+        return tuple(ids)
+
+    def _sampling(self, params: SamplingParams | None) -> SamplingParams:
+        """The sampling parameters of a request."""
+        if params is None:
+            return self.default_params
+        if not isinstance(params, SamplingParams):
+            raise UserError(
+                f"params: expected SamplingParams, got {type(params).__name__} (make them with SamplingParams(...))"
+            )
+        return params
 
     def context_left(self, length: int) -> int:
         """Tokens that fit after a prompt; a rule of constant length needs space for a whole draft at the end."""

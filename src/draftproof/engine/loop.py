@@ -19,7 +19,7 @@ from draftproof.drafters.base import Drafter, PreparedDrafter, SessionDrafter
 from draftproof.engine.composition import unbounded_reason
 from draftproof.engine.intake import UNBOUNDED, RequestIntake
 from draftproof.engine.memory import MemoryUse, read_bytes
-from draftproof.engine.prompts import Prompt, as_prompts
+from draftproof.engine.prompts import Prompt, as_prompts, one_for_each
 from draftproof.engine.request import Chunk, Output, Request
 from draftproof.engine.scheduler import NoSessions, Plan, PrefillChunk, Scheduler
 from draftproof.engine.stats import Seconds
@@ -361,7 +361,8 @@ class DecodingLoop(RequestIntake):
         """Continue every prompt; returns when all are finished.
 
         Args:
-            prompts: one prompt or several; a prompt is a text, token ids or chat messages.
+            prompts: one prompt or several; a prompt is a text, token ids (a list, or an array of one dimension) or chat
+                messages.
             params: sampling parameters for all prompts, or one object for each; default `default_params`.
             predictions: a text for all prompts, or a text, token ids or None for each; see `add`.
             cache_salt: for all prompts; see `add`.
@@ -374,12 +375,8 @@ class DecodingLoop(RequestIntake):
             RequestError: a request failed; the error's `outputs` has all outputs, with None for failed requests.
         """
         many = as_prompts(prompts)
-        each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(many):
-            raise UserError(f"params: expected one SamplingParams, or {len(many)} for as many prompts, got {len(each)}")
-        texts = [predictions] * len(many) if predictions is None or isinstance(predictions, str) else list(predictions)
-        if len(texts) != len(many):
-            raise UserError(f"predictions: expected one text, or {len(many)} for as many prompts, got {len(texts)}")
+        each = one_for_each("params", params, SamplingParams, len(many))
+        texts = one_for_each("predictions", predictions, str, len(many))
         requests: list[Request] = []
         try:
             for prompt, own, text in zip(many, each, texts, strict=True):
@@ -410,7 +407,8 @@ class DecodingLoop(RequestIntake):
             UserError: as in `generate`; also for n > 1.
             RequestError: the request failed.
         """
-        if params is not None and params.n != 1:
+        params = self._sampling(params)
+        if params.n != 1:
             raise UserError(f"n: expected 1, since a stream has one continuation, got {params.n} (use generate)")
         (request,) = self.add(prompt, params, prediction=prediction, cache_salt=cache_salt)
         try:

@@ -7,7 +7,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
 from draftproof.bad_words import BadWords, bad_word_ids
@@ -17,7 +17,20 @@ from draftproof.reasoning import MOST_BLANK, Reasoning, ReasoningMarkers, reason
 _MARKS = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")  # transformers' own tag, around answers
 _RECENT = 8  # encoded sets of bad words that are kept when no request uses them any more
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+@runtime_checkable
+class TokenArray(Protocol):
+    """An array of token ids, of numpy or torch."""
+
+    @property
+    def shape(self) -> Any:
+        """The sizes of its dimensions."""
+
+    def tolist(self) -> Any:
+        """Its items as numbers of Python."""
+
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | TokenArray
 
 
 class PromptReader:
@@ -43,13 +56,13 @@ class PromptReader:
         _check_syntax(template)
         self.tokenizer.chat_template = template
 
-    def read(self, prompt: Prompt | Sequence[Any]) -> tuple[str | None, list[int]]:
-        """Text and token ids of a prompt; the text is None for token ids."""
+    def read(self, prompt: Prompt | Sequence[Any], what: str = "prompt") -> tuple[str | None, list[int]]:
+        """Text and token ids of a prompt; the text is None for token ids. Errors call the prompt `what`."""
         if isinstance(prompt, str):
             if not prompt:
-                raise UserError("the prompt is empty: pass some text, or token ids to start from a special token")
+                raise UserError(f"the {what} is empty: pass some text, or token ids to start from a special token")
             return prompt, self._ids(prompt, add_special_tokens=True)
-        items: list[Any] = list(prompt)
+        items = _items(prompt, what, "a text, token ids, or chat messages")
         if items and isinstance(items[0], Mapping):
             text = self.chat_text(items)
             return text, self.chat_ids(text)
@@ -57,7 +70,7 @@ class PromptReader:
             return None, items
         for place, token in enumerate(items):
             if isinstance(token, bool) or not isinstance(token, numbers.Integral):
-                raise UserError(f"token {place} of the prompt: expected an integer, got {token!r}")
+                raise UserError(f"token {place} of the {what}: expected an integer, got {token!r}")
         return None, [int(token) for token in items]
 
     def plain(self, text: str) -> list[int]:
@@ -186,17 +199,37 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several as a list of prompts; a list of token ids or of messages is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):  # they iterate over keys and numbers
-        raise UserError(
-            "prompts: expected a text, token ids, chat messages (a list), or a list of those, got "
-            f"{type(prompts).__name__}"
-        )
-    items: list[Any] = list(prompts)
+    items = _items(prompts, "prompts", "a text, token ids, chat messages (a list), or a list of those")
     if not items:
         raise UserError("prompts: expected at least one prompt, got an empty list")
-    if isinstance(items[0], int | Mapping):
+    if isinstance(items[0], numbers.Integral | Mapping):
         return [items]
     for item in items:
-        if not isinstance(item, str | list | tuple):
+        if not isinstance(item, str | list | tuple | TokenArray):
             raise UserError(f"prompt: expected a text, token ids, or chat messages, got {item!r}")
     return items
+
+
+def one_for_each(name: str, given: Any, single: type, count: int) -> list[Any]:
+    """An argument that is one object for all prompts (or None), or a list with one for each of `count` prompts."""
+    if given is None or isinstance(given, single):
+        return [given] * count
+    kind = "text" if single is str else single.__name__
+    items = _items(given, name, f"one {kind}, or a list with one for each prompt")
+    if len(items) != count:
+        raise UserError(f"{name}: expected one {kind}, or {count} for as many prompts, got {len(items)}")
+    return items
+
+
+def _items(given: Any, name: str, expected: str) -> list[Any]:
+    """The items of a list or of an array of one dimension."""
+    if isinstance(given, TokenArray):
+        if len(given.shape) != 1:  # rows of one length may be padded, and padding is no part of a prompt
+            raise UserError(
+                f"{name}: expected one dimension, got an array of shape {tuple(given.shape)} (pass a list of token "
+                "ids for each prompt, without padding)"
+            )
+        return list(given.tolist())
+    if isinstance(given, Mapping | bytes) or not isinstance(given, Iterable):  # they iterate over keys and numbers
+        raise UserError(f"{name}: expected {expected}, got {type(given).__name__}")
+    return list(given)

@@ -115,7 +115,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.chunk_size = ChunkSize()
-        self.prefix_cache = PrefixCache() if prefix_reuse else PrefixCache(0)  # sessions of requests that ended
+        reuse = prefix_reuse and target.capabilities.resumes  # what is reused must not change an output
+        self.prefix_cache = PrefixCache() if reuse else PrefixCache(0)  # sessions of requests that ended
         self.prefix_cache.most_nbytes = room_for_sessions(target.device) if kv_memory is None else kv_memory
         drafter.reuse(self.prefix_cache)
         self.budget = MemoryBudget(kv_memory, lambda: [target, *drafter.backends], spare)

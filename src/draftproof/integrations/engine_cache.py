@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from draftproof import models
-from draftproof.backends.loading.in_memory import Version, backend_in_memory, refuse_training, weights_version
+from draftproof.backends.loading.in_memory import Version, backend_in_memory, model_version, refuse_training
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions, draft_dtype
 from draftproof.backends.loading.tokenization import load_tokenizer, shared_tokens
@@ -124,7 +124,8 @@ _guard = threading.RLock()
 def engine_of(model: Any, composition: EngineConfig) -> Iterator[Engine]:
     """The engine of a model with this composition, for one caller at a time; made at the first call.
 
-    It is made again when the weights have changed (`weights_version`), and dropped with the model or by `forget`.
+    It is made again when the weights have changed, or what the model computes with them (`model_version`), and dropped
+    with the model or by `forget`.
     """
     with _guard:
         held = _current(model, composition)
@@ -135,9 +136,9 @@ def engine_of(model: Any, composition: EngineConfig) -> Iterator[Engine]:
 def _current(model: Any, composition: EngineConfig) -> CachedEngine:
     refuse_training(model)
     kept = _held.setdefault(model, {})
-    held, version = kept.get(composition.key), weights_version(model)
+    held, version = kept.get(composition.key), model_version(model)
     other = composition.draft
-    draft_version = None if other is None else weights_version(other)
+    draft_version = None if other is None else model_version(other)
     draft, keeps = None, held is None or held.version == version
     if held is not None and (held.owner is None or held.owner() is other) and held.draft_version == draft_version:
         if held.version == version:
@@ -159,7 +160,7 @@ def forget(model: Any) -> None:
     """Drop the engines of a model now, and free their memory; the next call makes a new one.
 
     Needed only after a change of few weights past torch's own count of changes (through `tensor.data`, or by another
-    library), which `weights_version` may not see.
+    library), which `model_version` may not see.
     """
     with _guard:
         _held.pop(model, None)

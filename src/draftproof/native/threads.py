@@ -50,8 +50,11 @@ def limit_threads() -> None:
     """Let torch have no more threads than a limit of processor time is enough for; the first call decides.
 
     Threads beyond it would use up the time of a period together, and all stop until the next one. A number in
-    OMP_NUM_THREADS stays, and so does one that torch is given later.
+    OMP_NUM_THREADS stays, and so does one that torch is given later. From then on a fork ends the calling thread's
+    OpenMP team: the new process has none of its threads, but GNU's runtime would wait for them without end.
     """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=end_team)
     before, time = torch.get_num_threads(), processor_time()
     now = most_threads(before, time)
     if now < before and not os.environ.get(NUMBER):

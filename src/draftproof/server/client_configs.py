@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import urllib.error
 import urllib.request
@@ -10,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from draftproof.errors import refuse_unknown
+from draftproof.errors import UserError, refuse_unknown
 
 KEY = "DRAFTPROOF_API_KEY"  # the variable that clients read the key from
 _CONTEXT = 32_768  # where neither a server nor the user says it
 _SECONDS = 2.0
+_NO_KEY = 401
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,17 @@ class ServedModel:
 
 
 def ask_server(url: str) -> ServedModel | None:
-    """What the server at an address says of its model; None where none answers, or it asks for a key."""
+    """What the server at an address says of its model; None where none answers.
+
+    Raises:
+        UserError: it wants another key than that of the variable `KEY`.
+    """
+    key = os.environ.get(KEY)
+    asked = urllib.request.Request(  # noqa: S310 - http only
+        f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {}
+    )
     try:
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=_SECONDS) as answer:  # noqa: S310 - http only
+        with urllib.request.urlopen(asked, timeout=_SECONDS) as answer:  # noqa: S310 - http only
             card = json.load(answer)["data"][0]
         return ServedModel(
             url,
@@ -45,6 +55,13 @@ def ask_server(url: str) -> ServedModel | None:
             int(card["max_output_tokens"]),
             bool(card["reasoning"]),
         )
+    except urllib.error.HTTPError as error:
+        if error.code == _NO_KEY:
+            got = "another one" if key else "none"
+            raise UserError(
+                f"the server at {url} expected one of its API keys, got {got}: set the variable {KEY}"
+            ) from error
+        return None
     except (OSError, ValueError, LookupError, TypeError):
         return None
 

@@ -31,6 +31,8 @@ from draftproof.server.settings import Settings
 from draftproof.server.tools import ToolParams, ToolSet, template_calls, template_tools, tool_set
 
 _MOST_LOGPROBS = 20
+_MOST_QUOTED = 40  # characters of a number in an error
+_GOT_NAMED = ("missing", "too_short", "too_long", "value_error")  # messages of pydantic that say what there was
 _COMPLETION_TOKENS = 16  # of /v1/completions, where the request names no number; OpenAI's default
 _TEMPLATE_SECONDS = 10.0  # of a chat template, which comes with a model and may never end
 _MOST_BAD_WORDS = 32_768  # characters of all of them: each is encoded twice
@@ -278,12 +280,15 @@ class RequestParser:
             formed = not isinstance(body.response_format, schemas.TextFormat | None)
             return (params if tools is None else ToolParams.of(params, tools.form(formed=formed))), constraint
         except UserError as error:
-            name = str(error).partition(":")[0]  # of a field, in messages of SamplingParams
+            name, _, rest = str(error).partition(":")  # of a field, in messages of SamplingParams
+            if name == "logprobs":
+                name = _count_of_logprobs(body)
+                raise ApiError(f"{name}:{rest}", param=name) from error
             raise ApiError(str(error), param=name if name in _FIELDS else None) from error
 
     def _check_sizes(self, body: schemas.SamplingFields, logprobs: int | None, param: str, grammar: str) -> None:
         """Refuse numbers and texts beyond the limits; `param` is the field that the grammar comes from."""
-        for name, count in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
+        for name, count in ((_count_of_logprobs(body), logprobs), ("prompt_logprobs", body.prompt_logprobs)):
             if count is not None and count > _MOST_LOGPROBS:
                 raise ApiError(f"{name}: expected at most {_MOST_LOGPROBS}, got {count}", param=name)
         for name, kind, size, most in (
@@ -308,6 +313,11 @@ class RequestParser:
                 ) from error
 
 
+def _count_of_logprobs(body: schemas.SamplingFields) -> str:
+    """The field of a body that says how many log-probabilities a token has."""
+    return "top_logprobs" if isinstance(body, schemas.ChatBody) else "logprobs"
+
+
 def refuse_other_model(name: str | None, served: str) -> None:
     """Refuse the name of another model, with status 404."""
     if name not in (None, served):
@@ -330,12 +340,12 @@ def validated(kind: type[_Read], given: Any, *, lenient: bool = False) -> _Read:
     try:
         return kind.model_validate(given, extra="ignore" if lenient else "forbid")
     except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False)
+        found = error.errors(include_url=False)
     raise invalid_body([{**each, "loc": ("body", *each["loc"])} for each in found])
 
 
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The error for an invalid body, from pydantic's errors, without the client's values."""
+    """The error for an invalid body, from pydantic's errors; of the client's values it shows numbers, no texts."""
     first = next((each for each in errors if not each["type"].endswith("_type")), errors[0])  # of a union's branches
     fields = _field_names(schemas.Body)
     names = [str(each) for each in first["loc"][1:] if isinstance(each, int) or each in fields]
@@ -352,8 +362,17 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     elif len(first["loc"]) == 1:
         param, message = None, "expected a JSON object as body, and the header Content-Type: application/json"
     else:
-        message = f"{param or 'the body'}: {first['msg']}"
+        got = "" if first["type"] in _GOT_NAMED else f", got {_without_text(first['input'])}"
+        message = f"{param or 'the body'}: {first['msg']}{got}"
     return ApiError(message, param=param)
+
+
+def _without_text(value: Any) -> str:
+    """A number, true, false or null as it was sent; of anything else only what it is."""
+    if value is None or isinstance(value, bool | int | float):
+        return json.dumps(value)[:_MOST_QUOTED]
+    kinds = ((str, "a text"), (list, "a list"), (dict, "an object"))
+    return next((name for kind, name in kinds if isinstance(value, kind)), "another value")
 
 
 def _field_names(kind: type[schemas.Body]) -> set[str]:

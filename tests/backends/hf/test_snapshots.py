@@ -3,6 +3,7 @@
 import copy
 import functools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -339,6 +340,26 @@ def test_how_mixers_go_on_from_a_state_is_found_in_every_dtype(name, several, si
     how = continuation(found, mixers_of(found))
     assert (how.several, how.single) == (several, single)
     assert how.stepwise == (not (several and single))
+
+
+@pytest.mark.parametrize(
+    ("name", "resumes"), [("zamba", True), ("zamba2", False), ("nemotron_h", False), ("lfm2", True)]
+)
+def test_a_prefix_is_reused_only_where_single_tokens_have_the_same_logits(name, resumes):
+    prompt, params = prompts()[1], SamplingParams(max_tokens=2, temperature=0, logprobs=20)
+
+    def scores(*before):
+        made = Engine(by_modules(name))
+        made.generate([*before, prompt], replace(params, n=2))  # beside another one with its prefix, and as two
+        (output,) = made.generate(prompt, params)
+        assert (made.memory.reused_tokens > 0) == (resumes and bool(before))
+        return [entry.logprob for entry in output.logprobs]
+
+    with torch.inference_mode():
+        rows = model(name)(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    assert by_modules(name).capabilities.resumes == resumes
+    assert scores(prompt[:40])[0] == pytest.approx(float(rows.max()), abs=1e-5)
+    assert scores(prompt[:40]) == pytest.approx(scores(), abs=1e-5)
 
 
 def test_a_mixer_that_forgets_its_state_is_refused(monkeypatch):

@@ -165,7 +165,7 @@ class SnapshotBackend(HFBackend):
         self.capabilities = replace(self.capabilities, trees=False)
         if self.stepwise:
             self.prefill = sys.maxsize  # only what a session reads first is read fast, and as transformers reads it
-            self.capabilities = replace(self.capabilities, portions=False)
+            self.capabilities = replace(self.capabilities, portions=False, resumes=not self._goes_on.own)
             _log.info(
                 "%s: transformers' code for its recurrent layers goes on from a state by single tokens only, so they "
                 "read drafts one by one, and drafts gain less",

@@ -33,7 +33,9 @@ from draftproof.peak import available
 
 LEGAL = ("auto", "lean", "hf", "snapshot")
 _SPARE = 1.5  # so many times the memory of the copies must be free before `auto` makes them
-_SAMPLED = 512  # words of each tensor that `weights_version` reads
+_SAMPLED = 512  # words of each tensor that `model_version` reads
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_TORCHS = frozenset(vars(nn.Module()))  # what torch itself keeps in a module: parameters, hooks, its mode
 
 _log = logging.getLogger(__name__)
 
@@ -130,14 +132,46 @@ def _fits(model: Any) -> bool:
     return free is None or free > needed
 
 
-@torch.no_grad()
-def weights_version(model: Any) -> Version:
-    """What changes when the weights of a model do: compare two of them.
+def model_version(model: Any) -> Version:
+    """What changes when the weights of a model do, or what it computes with them: compare two of them.
 
     It holds each tensor's identity, place, dtype, torch's count of its changes in place, and a sum over some of its
     bytes. So a change by an optimizer, by `load_state_dict`, by another dtype or device is seen for certain, and a
-    change past torch's count (through `.data`, or by another library) where it touches many weights.
+    change past torch's count (through `.data`, or by another library) where it touches many weights. Of each module it
+    holds the hooks, a replaced forward pass, and the settings that are plain values, such as those of adapters: which
+    one is active, whether it is disabled, and its scale.
     """
+    return (*_weights(model), *(_module_facts(each) for each in model.modules()))
+
+
+def _module_facts(module: nn.Module) -> tuple[Any, ...]:
+    own = vars(module)
+    hooks = [(key, hook) for kind in _HOOKS for key, hook in own[kind].items()]  # torch never gives a key again
+    kept = ((name, value) for name, value in own.items() if name not in _TORCHS and not _is_ours(value))
+    settings = tuple((name, _setting(value)) for name, value in kept)
+    return id(module), type(module), tuple(key for key, hook in hooks if not _is_ours(hook)), settings
+
+
+def _setting(value: Any) -> Any:
+    """A value that can be compared later; of an object that is no plain value, only a function's identity."""
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(map(_setting, value))
+    if isinstance(value, set | frozenset):
+        return frozenset(map(_setting, value))
+    if isinstance(value, dict):
+        return tuple((_setting(key), _setting(each)) for key, each in value.items())
+    return id(value) if callable(value) else None
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether this is there for a pass of ours, or is what transformers collects hidden states with."""
+    return str(getattr(value, "__module__", "")).startswith(("draftproof.", "transformers.utils.output_capturing"))
+
+
+@torch.no_grad()
+def _weights(model: Any) -> Version:
     tensors = [*model.parameters(), *model.buffers()]
     sums = [_sampled(each) for each in tensors]
     facts = [
