@@ -78,7 +78,8 @@ LEVELS = (  # best first
     _level("x86-64-v4-amx", *_V4, "avx512vnni", "avx512bf16", "amx-tile", "amx-bf16", "amx-int8"),
     # Intel's dot products of bfloat16 numbers are slower than float32 products (c/wide_products.h).
     _level("x86-64-v4-fma", *_V4, "avx512vnni", "avx512bf16", vendor="GenuineIntel", defined=("WIDE_PRODUCTS",)),
-    _level("x86-64-v4-bf16", *_V4, "avx512vnni", "avx512bf16"),
+    # AMD's: weights that are fetched ahead go to the second cache (c/native.c).
+    _level("x86-64-v4-bf16", *_V4, "avx512vnni", "avx512bf16", defined=("FETCH_INTO_SECOND_CACHE",)),
     _level("x86-64-v4", *_V4),
     _level("x86-64-v3-vnni", *_V3, "avxvnni"),
     _level("x86-64-v3", *_V3),
