@@ -49,6 +49,7 @@ OTHERS = {
     "--lengths",
     "--serve",
     "--shape",
+    "--files",
     "--dry-run",
     "--minutes",
     "--resolution",

@@ -232,7 +232,7 @@ class RequestIntake:
 
     def _prediction_ids(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
         """The token ids of a prediction."""
-        if prediction is None:
+        if prediction is None or (isinstance(prediction, str) and not prediction):
             return ()
         ids = (
             self.prompts.plain(prediction)

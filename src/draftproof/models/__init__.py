@@ -188,15 +188,21 @@ def obtain(
     return resolve(name)
 
 
-def refuse_unreachable(source: str) -> None:
-    """Refuse a hub id of which nothing is here while the hub's name has no address.
+def is_unreachable(source: str) -> bool:
+    """Whether a hub id has nothing here, and the hub's name no address.
 
     The hub's library would repeat each of its requests for half a minute.
+    """
+    return not Path(source).exists() and not is_kept(source) and hub_has_no_address()
+
+
+def refuse_unreachable(source: str) -> None:
+    """Refuse a model that is neither here nor to be had.
 
     Raises:
         UserError: as said.
     """
-    if not Path(source).exists() and not is_kept(source) and hub_has_no_address():
+    if is_unreachable(source):
         raise UserError(f"cannot load {source!r}: {nowhere(source)}")
 
 
@@ -204,6 +210,8 @@ def nowhere(name: str) -> str:
     """What is said of a model that is neither here nor to be had."""
     near = difflib.get_close_matches(name, REGISTRY, 1)
     hint = f"did you mean {near[0]}?" if near else "expected a name of `draftproof models list`, a hub id, or a path"
+    if "gguf" in name.lower():
+        hint += f" (of .gguf files in a hub repository one is named by its kind: {name}:Q4_K_M)"
     return (
         "no such model is on this machine, and the hub cannot be reached or may not be asked (--offline, "
         f"HF_HUB_OFFLINE): {hint}"

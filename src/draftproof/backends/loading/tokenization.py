@@ -51,8 +51,6 @@ def _why_none(where: Path, cause: Exception) -> str:
         return f"the directory holds .gguf files, of which one is named by its path: {', '.join(files)}"
     if where.is_dir() and not (where / "config.json").exists():
         return "the directory has no config.json: expected one with config.json, a tokenizer and safetensors"
-    if not where.exists() and "gguf" in where.name.lower():
-        return f"{reason(cause)} (of .gguf files in a hub repository one is named by its kind: {where}:Q4_K_M)"
     said = reason(cause)
     if not where.exists() and ("couldn't connect" in said or "offline" in said.lower()):
         return models.nowhere(str(where))

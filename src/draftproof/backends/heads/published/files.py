@@ -205,8 +205,7 @@ def head_algorithm(source: str) -> str | None:
     where = Path(source).expanduser() / CONFIG
     if source in models.REGISTRY or is_file_name(source):
         return None
-    if not where.parent.exists() and "/" in source:
-        models.refuse_unreachable(source)
+    if not where.parent.exists() and "/" in source and not models.is_unreachable(source):
         from huggingface_hub import hf_hub_download
 
         try:
