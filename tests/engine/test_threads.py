@@ -1,5 +1,6 @@
 """The number of threads follows the machine: simulated machines, and the engine's own rounds."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -13,6 +14,8 @@ import torch
 
 import draftproof.engine.threads as threads_module
 from draftproof import Engine, SamplingParams, UserError
+from draftproof.backends.base import own_threads
+from draftproof.backends.hf.backend import HFBackend
 from draftproof.engine import loop
 from draftproof.engine.threads import (
     LONGEST_PAUSE,
@@ -23,6 +26,7 @@ from draftproof.engine.threads import (
     release_team,
 )
 from draftproof.native.cores import processors
+from support.helpers import embedded_model
 from support.native_levels import LEVELS, run_on
 
 pytestmark = pytest.mark.skipif(omp_set_num_threads() is None, reason="torch has another threading runtime here")
@@ -218,6 +222,17 @@ def test_small_products_are_timed_with_the_number_asked_for_and_the_own_number_s
     assert not products.held_up(4), "of this number nothing else was seen"
     times = iter([2e-3] * 100)
     assert products.held_up(5), "nothing small takes so long"
+    times = itertools.cycle([1e-5] + [5e-5] * 9)
+    assert not products.held_up(6), "threads that sleep are seldom as fast as they can be"
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_all_threads_may_be_tried_at_any_time_where_they_let_others_run(own, monkeypatch):
+    """Small products of torch would say nothing about them, and all would never compute again after a busy time."""
+    target = HFBackend(embedded_model("target"), name="target")
+    assert own_threads(target)
+    monkeypatch.setattr(target, "own_threads", own)
+    assert (Engine(target)._threads._held_up is None) is own
 
 
 def test_this_system_counts_interruptions():

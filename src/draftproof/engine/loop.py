@@ -99,7 +99,8 @@ class DecodingLoop(RequestIntake):
         self._checks = LogitsCheck()
         limit_threads()
         counted = interruptions() if target.device.type == "cpu" else None
-        self._threads = ThreadCount(counted, held_up=SmallProducts().held_up, own=own_threads(target))
+        own = own_threads(target)  # which let others run while they wait, so that all may be tried at any time
+        self._threads = ThreadCount(counted, held_up=None if own else SmallProducts().held_up, own=own)
         self._kv_memory = read_bytes(kv_memory)
         self._prefix_reuse = prefix_reuse
         self._schedule()

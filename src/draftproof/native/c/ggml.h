@@ -683,7 +683,7 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
     for (long ahead = 0; ahead < ggml_steps(f); ahead += 64)
 #pragma GCC unroll 4
       for (int b = 0; b < blocks; b++)
-        fetch_ahead(steps + b * next + ahead + ahead_of(w + next - steps - ahead, (blocks - 1) * next), blocks);
+        fetch_ahead(steps + b * next + ahead + ahead_of(w + next - steps - ahead, (blocks - 1) * next), 0);
     ggml_piece_steps in_common[4];
 #pragma GCC unroll 4
     for (int b = 0; b < blocks; b++) in_common[b] = ggml_steps_of(f, steps + b * next);
@@ -714,7 +714,7 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; b++) {
           higher[b] = load_units(body + b * next + 8 * f.group);
-          fetch_ahead(body + b * next + 8 * f.group + ahead, blocks);
+          fetch_ahead(body + b * next + 8 * f.group + ahead, 0);
         }
 #pragma GCC unroll 8
       for (int t = 0; t < f.group / 4; t++) {
@@ -722,7 +722,7 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; b++) {
           const units taken = load_units(body + b * next + line);
-          if (t == 0 || line != ggml_line(f, t - 1)) fetch_ahead(body + b * next + line + ahead, blocks);
+          if (t == 0 || line != ggml_line(f, t - 1)) fetch_ahead(body + b * next + line + ahead, 0);
           const units weights = f.bits == 8 ? taken : ggml_unit(f, taken, higher[b], t);
 #pragma GCC unroll 8
           for (int m = 0; m < rows; m++) {

@@ -36,16 +36,16 @@ void draftproof_keep_threads(const kept_threads *where) { pool_keep_threads(wher
    other blocks. */
 INLINE long ahead_of(long left, long beside) { return left > AHEAD ? AHEAD : AHEAD + beside; }
 
-/* Fetch a line ahead, where `beside` blocks are read side by side. AMD's Zen 4 waits for too few lines on their way to the first
-   cache to read memory at its speed, and for more on their way to the second. */
-INLINE void fetch_ahead(const void *at, int beside) {
+/* Fetch a line ahead. AMD's Zen 4 waits for too few lines on their way to the first cache to read memory at its speed, and for
+   more on their way to the second. `near`: into the first all the same. */
+INLINE void fetch_ahead(const void *at, int near) {
 #ifdef FETCH_INTO_SECOND_CACHE
-  if (beside > 1) {
+  if (!near) {
     __builtin_prefetch(at, 0, 2);
     return;
   }
 #endif
-  (void)beside;
+  (void)near;
   __builtin_prefetch(at);
 }
 

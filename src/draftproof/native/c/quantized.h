@@ -85,7 +85,7 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; b++) {
           const units numbers = load_units(body + b * next + line);
-          fetch_ahead(body + b * next + line + ahead, blocks);
+          fetch_ahead(body + b * next + line + ahead, blocks == 1);
 #pragma GCC unroll 4
           for (int i = 0; i < 8 / bits; i++) {
             const units weights = quantized_unit(numbers, bits, i);
@@ -114,7 +114,7 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
       const floats scale = bits < 8 ? load_bytes(of_block) : load_bfloat16((const bfloat16 *)of_block);
       const floats offset = bits < 8 ? load_signed_bytes((const int8_t *)of_block + LANES)
                                       : load_bfloat16((const bfloat16 *)of_block + LANES);
-      fetch_ahead(of_block + ahead, blocks);
+      fetch_ahead(of_block + ahead, blocks == 1);
 #pragma GCC unroll 8
       for (int m = 0; m < rows; m++) {
         const long number = (row + m) * p->groups + g;

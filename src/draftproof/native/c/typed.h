@@ -60,7 +60,7 @@ INLINE void NAME(tile)(const NAME(product) * p, long row, long block, const int 
     for (int b = 0; b < blocks; b++) {
       const ELEM *at = w + b * deep * LANES + k * LANES;
       weight[b] = load_units(at);
-      fetch_ahead((const char *)at + ahead, blocks);
+      fetch_ahead((const char *)at + ahead, blocks == 1);
     }
 #pragma GCC unroll 12
     for (int m = 0; m < rows; m++) {
