@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from draftproof.models.gguf_text import TextRules
 
 if TYPE_CHECKING:
@@ -86,7 +88,10 @@ class FastTokenizer:
         """The token ids of a text, as `input_ids`; other arguments than these two are transformers' own."""
         if args or options or not isinstance(text, str):
             return self._original()(text, *args, add_special_tokens=add_special_tokens, **options)
-        return {"input_ids": self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+        return {"input_ids": self._encode(text, special=add_special_tokens)}
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def decode(
         self,
@@ -103,7 +108,10 @@ class FastTokenizer:
                 clean_up_tokenization_spaces=clean_up_tokenization_spaces,
                 **options,
             )
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._decode(token_ids, skip=skip_special_tokens)
+
+    def _decode(self, token_ids: list[int], *, skip: bool) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip))
 
     def convert_ids_to_tokens(self, ids: Any, **options: Any) -> Any:
         """The token of an id; other arguments are transformers' own."""
@@ -157,24 +165,14 @@ class RuledTokenizer(FastTokenizer):
         self._rules = rules
         self.chat_begin = rules.begin
 
-    def __call__(self, text: Any, *args: Any, add_special_tokens: bool = True, **options: Any) -> Any:
-        """The token ids of a text, as `input_ids`; other arguments than these two are transformers' own."""
-        if args or options or not isinstance(text, str):
-            return super().__call__(text, *args, add_special_tokens=add_special_tokens, **options)
-        ids = self._rules.ids(text, lambda part: list(self._tokenizer.encode(part, add_special_tokens=False).ids))
-        return {"input_ids": [*self._rules.begin, *ids, *self._rules.end] if add_special_tokens else ids}
+    @override
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        ids = self._rules.ids(text, lambda part: super(RuledTokenizer, self)._encode(part, special=False))
+        return [*self._rules.begin, *ids, *self._rules.end] if special else ids
 
-    def decode(
-        self,
-        token_ids: Any,
-        skip_special_tokens: bool = False,
-        clean_up_tokenization_spaces: bool | None = None,
-        **options: Any,
-    ) -> Any:
-        """The text of token ids; other arguments than a list without clean-up are transformers' own."""
-        if clean_up_tokenization_spaces is not False or options or not isinstance(token_ids, list):
-            return super().decode(token_ids, skip_special_tokens, clean_up_tokenization_spaces, **options)
-        return self._rules.text(token_ids, skip=skip_special_tokens)
+    @override
+    def _decode(self, token_ids: list[int], *, skip: bool) -> str:
+        return self._rules.text(token_ids, skip=skip)
 
 
 def describe(tokenizer: Any) -> tuple[str, dict[str, Any]] | None:
