@@ -180,6 +180,17 @@ def test_a_kept_repository_is_read_without_the_hub(home, hub_without_an_address,
     assert load_tokenizer("bob/x") == "bob/x"
 
 
+def test_a_repository_of_gguf_files_is_no_model_alone_and_that_is_said(home, hub_with_an_address, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("it has no config.json")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refuse)
+    with pytest.raises(UserError, match=r"it has no config\.json \(of \.gguf files .* its kind: bob/x-GGUF:Q4_K_M\)$"):
+        load_tokenizer("bob/x-GGUF")
+    with pytest.raises(UserError, match=r"it has no config\.json$"):
+        load_tokenizer("bob/x")
+
+
 def test_a_proxy_resolves_names(hub_without_an_address, monkeypatch):
     assert hub_has_no_address()
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy.invalid:3128")

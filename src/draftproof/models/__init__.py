@@ -210,12 +210,17 @@ def nowhere(name: str) -> str:
     """What is said of a model that is neither here nor to be had."""
     near = difflib.get_close_matches(name, REGISTRY, 1)
     hint = f"did you mean {near[0]}?" if near else "expected a name of `draftproof models list`, a hub id, or a path"
-    if "gguf" in name.lower():
-        hint += f" (of .gguf files in a hub repository one is named by its kind: {name}:Q4_K_M)"
     return (
         "no such model is on this machine, and the hub cannot be reached or may not be asked (--offline, "
-        f"HF_HUB_OFFLINE): {hint}"
+        f"HF_HUB_OFFLINE): {hint}{about_kinds(name)}"
     )
+
+
+def about_kinds(repository: str) -> str:
+    """How a file of a hub repository is named, where the repository is called like one of `.gguf` files; else empty."""
+    if "gguf" not in repository.lower():
+        return ""
+    return f" (of .gguf files in a hub repository one is named by its kind: {repository}:Q4_K_M)"
 
 
 def hub_is_offline() -> bool:

@@ -54,7 +54,7 @@ def _why_none(where: Path, cause: Exception) -> str:
     said = reason(cause)
     if not where.exists() and ("couldn't connect" in said or "offline" in said.lower()):
         return models.nowhere(str(where))
-    return said
+    return said if where.exists() else said + models.about_kinds(str(where))
 
 
 def read_tokenizer(file: GGUFFile) -> FastTokenizer:
