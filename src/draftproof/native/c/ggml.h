@@ -456,7 +456,8 @@ typedef struct {
 
 /* Rows of a tile by the rows that are left: where there is no tile of so many, of more. */
 #ifdef WITH_AVX512
-#define GGML_TILES(DO, form) DO(form, 1, 1) DO(form, 1, 4) DO(form, 2, 1) DO(form, 2, 2) DO(form, 4, 1) DO(form, 6, 1) DO(form, 8, 1)
+#define GGML_TILES(DO, form) DO(form, 1, 1) DO(form, 1, 4) DO(form, 2, 1) DO(form, 2, 2) DO(form, 3, 1) DO(form, 4, 1) \
+  DO(form, 5, 1) DO(form, 6, 1) DO(form, 7, 1) DO(form, 8, 1)
 enum { GGML_ROWS = 8, GGML_BLOCKS_OF_ONE = 4, GGML_BLOCKS_OF_TWO = 2, GGML_CHAINS = 2, GGML_ROWS_OF_KEPT_LEVELS = 9 };
 #elif defined(WITH_AVX2)
 #define GGML_TILES(DO, form) DO(form, 1, 1) DO(form, 1, 2) DO(form, 2, 1) DO(form, 3, 1) DO(form, 4, 1) DO(form, 5, 1)
@@ -466,16 +467,19 @@ enum { GGML_ROWS = 5, GGML_BLOCKS_OF_ONE = 2, GGML_BLOCKS_OF_TWO = 1, GGML_CHAIN
 enum { GGML_ROWS = 4, GGML_BLOCKS_OF_ONE = 2, GGML_BLOCKS_OF_TWO = 1, GGML_CHAINS = 1, GGML_ROWS_OF_KEPT_LEVELS = 9 };
 #endif
 static int ggml_tile_rows(long left) {
-#if defined(WITH_AVX2) && !defined(WITH_AVX512)
+#if defined(WITH_AVX512) || defined(WITH_AVX2)
   return left > 2 * GGML_ROWS - 1 ? GGML_ROWS : left > GGML_ROWS ? (int)(left + 1) / 2 : (int)left;
 #else
-  const int rows = left > 6 ? 8 : left > 4 ? 6 : left > 2 ? 4 : (int)left;
-  return rows < GGML_ROWS ? rows : GGML_ROWS;
+  return left > 2 ? GGML_ROWS : (int)left;
 #endif
 }
 
+/* What sums of inputs are multiplied by before products begin with them: the offset of most forms with groups of 32 that have one,
+   and of Q6_K with groups of 16, so that these take one instruction for it. Other offsets are a power of two less. */
+enum { LESS_TIMES = 128, HALF_LESS_TIMES = 32 };
+
 /* Inputs in 8 bits: numbers [rows, padded]; [groups, rows] scales for each 32 of a row, and for each 32 and each 16 the sum of the
-   numbers, negated, and the sum times the scale; or, AS_FLOATS, [rows, padded]. There are rows for a whole tile; ggml_inputs_size of
+   numbers, negated, LESS_TIMES and HALF_LESS_TIMES, and the sum times the scale; or, AS_FLOATS, [rows, padded]. There are rows for a whole tile; ggml_inputs_size of
    structures.py is the size of their memory. */
 typedef struct {
   int kind;
@@ -701,7 +705,8 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
         units first = no_units();
         if (offset) {
           const int32_t *less = halves > 1 ? x->half_less : x->less;
-          first = shifted_up(splat_unit(less + of_row * x->rows + row + m), __builtin_ctz((unsigned)offset));
+          const int times = halves > 1 ? HALF_LESS_TIMES : LESS_TIMES;
+          first = shifted_down(splat_unit(less + of_row * x->rows + row + m), __builtin_ctz((unsigned)(times / offset)));
         }
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; b++) {

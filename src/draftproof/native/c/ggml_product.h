@@ -49,11 +49,11 @@ static void NAME(ggml_round)(const NAME(ggml_product) * p, long row) {
       sum[half] = sum_of(v[half]);
       const long of_half = (start / LANES + half) * to->rows + row;
       to->half_sums[of_half] = scale * sum[half];
-      to->half_less[of_half] = (int32_t)-sum[half];
+      to->half_less[of_half] = -HALF_LESS_TIMES * (int32_t)sum[half];
     }
     to->scales[place] = scale;
     to->sums[place] = scale * (sum[0] + sum[1]);
-    to->less[place] = (int32_t)(-sum[0] - sum[1]);
+    to->less[place] = -LESS_TIMES * (int32_t)(sum[0] + sum[1]);
   }
 }
 

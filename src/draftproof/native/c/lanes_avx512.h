@@ -5,7 +5,7 @@ enum {
   TILE_ROWS_OF_TWO = 12,  /* the same with two blocks */
   TILE_ROWS_OF_THREE = 8, /* the same with three */
   TILE_ROWS_OF_FOUR = 6,  /* the same with four */
-  QUANTIZED_ROWS = 4,     /* rows that a quantized weight multiplies at once */
+  QUANTIZED_ROWS = 8,     /* rows that a quantized weight multiplies at once */
   QUANTIZED_BLOCKS = 4,   /* blocks of quantized weights beside one another, for one row */
   ONE_SUM = 0,            /* whether several rows have one sum for each output, for want of registers */
   TOGETHER = 6,           /* queries that attend at once */
@@ -23,7 +23,9 @@ enum {
   TILES_OF(DO, 1) TILES_OF(DO, 2) TILES_OF(DO, 3) TILES_OF(DO, 4) TILES_OF(DO, 5) TILES_OF(DO, 6) TILES_OF(DO, 7) \
   TILES_OF(DO, 8) TILES_OF(DO, 9) TILES_OF(DO, 10) TILES_OF(DO, 11) TILES_OF(DO, 12) DO(6, 3) DO(7, 3) DO(8, 3) \
   DO(1, 4) DO(2, 4) DO(3, 4) DO(4, 4) DO(5, 4) DO(6, 4)
-#define QUANTIZED_TILES(DO, bits) DO(1, 1, bits) DO(2, 1, bits) DO(3, 1, bits) DO(4, 1, bits) DO(1, 2, bits) DO(1, 4, bits)
+#define QUANTIZED_TILES(DO, bits) \
+  DO(1, 1, bits) DO(2, 1, bits) DO(3, 1, bits) DO(4, 1, bits) DO(5, 1, bits) DO(6, 1, bits) DO(7, 1, bits) DO(8, 1, bits) \
+  DO(1, 2, bits) DO(1, 4, bits)
 
 typedef __m512 floats;
 typedef __m512i units; /* sixteen times four bytes: a float32, or two bfloat16 */
@@ -119,6 +121,7 @@ INLINE floats add_product_bfloat16(floats sum, units w, units x) {
 INLINE units no_units(void) { return _mm512_setzero_si512(); }
 INLINE units add_units(units a, units b) { return _mm512_add_epi32(a, b); }
 INLINE units shifted_up(units v, int bits) { return _mm512_sll_epi32(v, _mm_cvtsi32_si128(bits)); }
+INLINE units shifted_down(units v, const int bits) { return bits ? _mm512_srai_epi32(v, (unsigned)bits) : v; } /* with the sign */
 INLINE units to_units(floats v) { return _mm512_cvtps_epi32(v); }
 INLINE floats from_units(units v) { return _mm512_cvtepi32_ps(v); }
 INLINE void store_units(void *at, units v) { _mm512_storeu_si512(at, v); }

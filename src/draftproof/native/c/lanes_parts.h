@@ -313,6 +313,10 @@ INLINE units shifted_up(units v, int bits) {
   EACH_PART v.p[i] <<= bits;
   return v;
 }
+INLINE units shifted_down(units v, const int bits) { /* with the sign */
+  EACH_PART v.p[i] = (bits_part)((int_part)v.p[i] >> bits);
+  return v;
+}
 INLINE units to_units(floats v) { /* of whole numbers */
   units r;
   EACH_PART r.p[i] = (bits_part)__builtin_convertvector(v.p[i], int_part);

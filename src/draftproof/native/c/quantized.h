@@ -50,7 +50,7 @@ static void NAME(quantize_row)(const ELEM *x, long ins, const quantized_inputs *
 /* Some rows' outputs of neighbouring blocks; memory is read faster in more places at once. */
 INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, long block, const int rows,
                                  const int blocks, const int bits) {
-  const int together = (int)groups_of_piece(bits), chains = HALVES || bits == 8 || (ONE_SUM && rows > 1) ? 1 : 2;
+  const int together = (int)groups_of_piece(bits), chains = HALVES || bits == 8 || rows > (ONE_SUM ? 1 : 3) ? 1 : 2;
   const long places = p->groups * p->group, size = 2 * p->group * bits;
   const long most = HALVES && bits < 8 ? steps_of_halves(bits) * bits / 8 * 64 : size, part = most < size ? most : size;
   const long next = quantized_block_size(p->groups, p->group, bits);
