@@ -687,14 +687,14 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
     for (long ahead = 0; ahead < ggml_steps(f); ahead += 64)
 #pragma GCC unroll 4
       for (int b = 0; b < blocks; b++)
-        fetch_ahead(steps + b * next + ahead + ahead_of(w + next - steps - ahead, (blocks - 1) * next), 0);
+        fetch_ahead(steps + b * next + ahead + ahead_of_blocks(w + next - steps - ahead, next, blocks), 0);
     ggml_piece_steps in_common[4];
 #pragma GCC unroll 4
     for (int b = 0; b < blocks; b++) in_common[b] = ggml_steps_of(f, steps + b * next);
     for (long g = 0; g < f.groups; g++) {
       const uint8_t *body = steps + ggml_steps(f) + g * ggml_numbers(f);
       const int8_t *numbers = x->numbers + row * x->padded + piece * ggml_piece(f) + g * f.group;
-      const long ahead = ahead_of(w + next - body - ggml_numbers(f), (blocks - 1) * next);
+      const long ahead = ahead_of_blocks(w + next - body - ggml_numbers(f), next, blocks);
       const long of_row = piece * ggml_piece(f) / f.group + g;
       units total[8][4], dots[8][4]; /* totals begin with minus the offset times the sum of the inputs */
       const int8_t *inputs[8];

@@ -35,6 +35,13 @@ void draftproof_keep_threads(const kept_threads *where) { pool_keep_threads(wher
    their ends the next ones follow, and not each other. `left`: bytes of a block from the line on; `beside`: bytes of the
    other blocks. */
 INLINE long ahead_of(long left, long beside) { return left > AHEAD ? AHEAD : AHEAD + beside; }
+/* The same for `blocks` of `size` bytes each. Where one block is read at a time, into the second cache, the distance is longer. */
+INLINE long ahead_of_blocks(long left, long size, const int blocks) {
+#ifdef FETCH_INTO_SECOND_CACHE
+  if (blocks == 1) return 2 * AHEAD;
+#endif
+  return ahead_of(left, (blocks - 1) * size);
+}
 
 /* Fetch a line ahead. AMD's Zen 4 waits for too few lines on their way to the first cache to read memory at its speed, and for
    more on their way to the second. `near`: into the first all the same. */
