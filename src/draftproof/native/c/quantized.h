@@ -51,6 +51,7 @@ static void NAME(quantize_row)(const ELEM *x, long ins, const quantized_inputs *
 INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, long block, const int rows,
                                  const int blocks, const int bits) {
   const int together = (int)groups_of_piece(bits), chains = HALVES || bits == 8 || rows > (ONE_SUM ? 1 : 3) ? 1 : 2;
+  const int near = blocks == 1 && bits < 8; /* into the first cache: with few bits two and five rows were slower otherwise */
   const long places = p->groups * p->group, size = 2 * p->group * bits;
   const long most = HALVES && bits < 8 ? steps_of_halves(bits) * bits / 8 * 64 : size, part = most < size ? most : size;
   const long next = quantized_block_size(p->groups, p->group, bits);
@@ -65,7 +66,8 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
   for (long g = 0; g < p->groups; g++) {
     const int half = (int)(g % together);
     const uint8_t *range = at + 32 * half, *body = at + 64 + size * half;
-    const long ahead = ahead_of(start + next - body - size, (blocks - 1) * next);
+    const long left = start + next - body - size;
+    const long ahead = near ? ahead_of(left, (blocks - 1) * next) : ahead_of_blocks(left, next, blocks);
     units total[QUANTIZED_ROWS][QUANTIZED_BLOCKS], dots[QUANTIZED_ROWS][QUANTIZED_BLOCKS][2];
 #pragma GCC unroll 8
     for (int m = 0; m < rows; m++)
@@ -85,7 +87,7 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; b++) {
           const units numbers = load_units(body + b * next + line);
-          fetch_ahead(body + b * next + line + ahead, blocks == 1);
+          fetch_ahead(body + b * next + line + ahead, near);
 #pragma GCC unroll 4
           for (int i = 0; i < 8 / bits; i++) {
             const units weights = quantized_unit(numbers, bits, i);
@@ -114,7 +116,7 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
       const floats scale = bits < 8 ? load_bytes(of_block) : load_bfloat16((const bfloat16 *)of_block);
       const floats offset = bits < 8 ? load_signed_bytes((const int8_t *)of_block + LANES)
                                       : load_bfloat16((const bfloat16 *)of_block + LANES);
-      fetch_ahead(of_block + ahead, blocks == 1);
+      fetch_ahead(of_block + ahead, near);
 #pragma GCC unroll 8
       for (int m = 0; m < rows; m++) {
         const long number = (row + m) * p->groups + g;
