@@ -479,8 +479,8 @@ static int ggml_tile_rows(long left) {
 enum { LESS_TIMES = 128, HALF_LESS_TIMES = 32 };
 
 /* Inputs in 8 bits: numbers [rows, padded]; [groups, rows] scales for each 32 of a row, and for each 32 and each 16 the sum of the
-   numbers, negated, LESS_TIMES and HALF_LESS_TIMES, and the sum times the scale; or, AS_FLOATS, [rows, padded]. There are rows for a whole tile; ggml_inputs_size of
-   structures.py is the size of their memory. */
+   numbers, negated, LESS_TIMES and HALF_LESS_TIMES, and the sum times the scale; or, AS_FLOATS, [rows, padded]. There are rows for
+   a whole tile; ggml_inputs_size of structures.py is the size of their memory. */
 typedef struct {
   int kind;
   float *whole;
