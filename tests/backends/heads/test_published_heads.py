@@ -24,7 +24,7 @@ from draftproof.engine.drafter_parts import make_drafter
 from draftproof.engine.verifier_parts import make_verifier
 from draftproof.tree import TokenTree
 from support import head_references, published
-from support.head_references import DFLASH, DFLASH2, DSPARK, EAGLE3, drafted_rows
+from support.head_references import DFLASH, EAGLE3, drafted_rows
 from support.helpers import (
     CONFIGS,
     assert_other_rows_are_seen,
