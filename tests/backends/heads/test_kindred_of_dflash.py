@@ -22,6 +22,7 @@ from draftproof.tree import TokenTree
 from support import head_references, published
 from support.head_references import DFLASH2, DSPARK, block_outputs, read_block_head
 from support.helpers import (
+    CONFIGS,
     assert_other_rows_are_seen,
     assert_output_distribution,
     embedded_model,
@@ -308,18 +309,30 @@ def test_a_block_reads_the_rows_of_the_table_without_the_factor_of_the_target(tm
 
 @pytest.mark.grid(3)
 @pytest.mark.parametrize("name", [*WRITERS])
-def test_a_head_is_known_by_its_config(tmp_path, name):
-    """Named as the draft model, `auto` chooses it, too; the first EAGLE heads alone look like models."""
+def test_a_head_is_known_by_its_config_or_weights(tmp_path, name):
+    """Named as the draft model, `auto` chooses it, too."""
     folder = WRITERS[name](tmp_path / "head", tiny_target())
     made = EngineOptions(draft=str(folder)).of_head()
-    if name == "eagle":
-        assert made.draft == str(folder)
-    else:
-        assert (made.draft, made.drafter) == (None, f"auto:{name}:{folder}")
-        assert EngineOptions(draft=str(folder), drafter="auto").of_head() == made
+    assert (made.draft, made.drafter) == (None, f"auto:{name}:{folder}")
+    assert EngineOptions(draft=str(folder), drafter="auto").of_head() == made
     assert EngineOptions(draft=str(DATA / "target")).of_head().draft == str(DATA / "target")
     for other in ("owner/none", "owner/none:Q4_K_M", "embedded:draft", *REGISTRY):  # nothing is fetched or refused here
         assert EngineOptions(draft=other).of_head().draft == other
+
+
+def test_a_model_of_one_layer_is_not_taken_for_an_eagle_head(tmp_path):
+    """Its config is that of such a head, and its weights are not; a pickled head is refused as one."""
+    config = CONFIGS["llama"]()
+    config.num_hidden_layers = 1
+    random_model(config).save_pretrained(tmp_path / "model")
+    assert EngineOptions(draft=str(tmp_path / "model")).of_head().draft == str(tmp_path / "model")
+    folder = published.eagle(tmp_path / "head", tiny_target())
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    drafter = EngineOptions(draft=str(folder)).of_head().drafter
+    with pytest.raises(UserError, match="has pickled weights only"):
+        make_drafter(drafter, target=tiny_target(), draft=None, stopper="fixed:2")
+    (folder / "tokenizer.json").write_text("{}")
+    assert EngineOptions(draft=str(folder)).of_head().draft == str(folder)
 
 
 def test_an_engine_drafts_with_a_head_that_is_named_as_the_draft_model(tmp_path):

@@ -227,13 +227,13 @@ class AssistantBackend(TargetHead):
     """An assistant over the target it was made for."""
 
     def __init__(self, source: str, target: SlotBackend) -> None:
+        files = read_head(source, "assistant")
         if not (isinstance(target, HFBackend) and target.whole_keys):
             raise UserError(
                 f"the assistant {source!r} reads keys and values as a Gemma 4 target holds them in one process, and "
                 f"{target.name} is on {type(target).__name__}: use a Gemma 4 target on backend lean or hf, without "
                 "kv_dtype int8"
             )
-        files = read_head(source, "assistant")
         self._net = AssistantNet(files, target)
         files.refuse_left()
         self._target = target
