@@ -306,7 +306,7 @@ def test_a_table_of_clusters_without_all_tokens_is_refused(tmp_path):
 
 def test_other_targets_and_backends_are_refused():
     folder = str(DATA / "shared" / "assistant")
-    with pytest.raises(UserError, match="is on LeanBackend: use a Gemma 4 target on backend lean or hf"):
+    with pytest.raises(UserError, match="is LlamaForCausalLM on backend lean: use a Gemma 4 target in one"):
         AssistantBackend(folder, tiny_target(LeanBackend))
     for other, kind in ((tiny_target(), "tiny-target is llama"), (gemma("unified"), "gemma is gemma4_unified_text")):
         with pytest.raises(UserError, match=f"reads keys and values of gemma4_text, and {kind}"):
