@@ -233,8 +233,8 @@ class AssistantBackend(TargetHead):
             family = " or ".join(backends.architectures(target)) or "another model"
             raise UserError(
                 f"the assistant {source!r} reads the keys and values of a Gemma 4 target, and {target.name} is "
-                f"{family} on backend {backends.kind(target)}: use a Gemma 4 target in one process, on backend lean or hf, "
-                "without kv_dtype int8"
+                f"{family} on backend {backends.kind(target)}: use a Gemma 4 target in one process, on backend lean or "
+                "hf, without kv_dtype int8"
             )
         self._net = AssistantNet(files, target)
         files.refuse_left()
