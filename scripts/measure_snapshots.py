@@ -468,7 +468,9 @@ def section(name: str, dtype: str, figures: Mapping[str, Any], before: Mapping[s
         earlier = known.get((each["drafted"], each["acceptance"]))
         row = [each["drafted"], each["acceptance"], f"{each['tokens_a_round']:.2f}", f"{each['read_again']:.2f}"]
         row += [median_and_range(each["costs"]), median_and_range(each["speed_ups"])]
-        rows.append(row + ([] if before is None else ["" if earlier is None else median_and_range(earlier["costs"])]))
+        rows.append(row if not known else [*row, "" if earlier is None else median_and_range(earlier["costs"])])
+    unmeasured = (before or {}).get("unmeasured")
+    of_before = [f"Before: not measured, since texts with and without drafts could differ: {unmeasured}.", ""]
     return [
         title,
         "",
@@ -476,8 +478,9 @@ def section(name: str, dtype: str, figures: Mapping[str, Any], before: Mapping[s
         "",
         *table(PASS_HEADS, alone),
         "",
-        *table(HEADS if before is None else (*HEADS, "before"), rows),
+        *table((*HEADS, "before") if known else HEADS, rows),
         "",
+        *(of_before if unmeasured else []),
     ]
 
 
