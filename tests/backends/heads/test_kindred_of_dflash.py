@@ -335,6 +335,15 @@ def test_a_model_of_one_layer_is_not_taken_for_an_eagle_head(tmp_path):
     assert EngineOptions(draft=str(folder)).of_head().draft == str(folder)
 
 
+def test_a_directory_whose_name_ends_like_a_number_of_chains(tmp_path):
+    """It is one head with one chain, also as a source of `auto`; an engine that is asked for chains makes them."""
+    folder = published.dspark(tmp_path / "headx3", HFBackend(embedded_model("target"), name="target"))
+    options = {"stopper": "fixed:2", "check": False}
+    assert Engine.load("embedded:target", str(folder), **options).drafter.name == "dspark"  # auto has one source of it
+    made = [Engine.load("embedded:target", drafter=f"dspark:{folder}{more}", **options) for more in ("", "x2")]
+    assert [engine.drafter.branching for engine in made] == [False, True]
+
+
 def test_an_engine_drafts_with_a_head_that_is_named_as_the_draft_model(tmp_path):
     folder = published.dspark(tmp_path / "head", HFBackend(embedded_model("target"), name="target"))
     params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
