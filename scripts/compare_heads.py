@@ -46,7 +46,7 @@ INTRO = (
     "the same files: the largest difference of a row of logits (of scores, for `dflash2`), as a share of the largest "
     "logit, over all steps of drafts from all positions of a text of 12 tokens. For `dspark` the larger one of that "
     "and the difference of the predicted acceptance. The control is the same head with weights rounded to bfloat16 "
-    "(other tokens: it drafts from other clusters). float32, one thread."
+    "(other tokens: those that it keeps, or their clusters, are others). float32, one thread."
 )
 HEADS = ("head", "made by", "rows", "backend `hf`", "backend `lean`", "control")
 
