@@ -135,7 +135,7 @@ def configs() -> dict[str, Any]:
             tie_word_embeddings=True,
         ),
         "qwen3.5-0.8b (its shapes, 8 of 24 layers, a small vocabulary)": qwen3_5(8, 32000),
-        "qwen3.5-wide (2560 hidden numbers, 4 layers, a small vocabulary)": transformers.Qwen3_5TextConfig(
+        "qwen3.5-wide (2560 hidden numbers as 4B has, 4 layers, a small vocabulary)": transformers.Qwen3_5TextConfig(
             vocab_size=32000,
             hidden_size=2560,
             intermediate_size=9216,
