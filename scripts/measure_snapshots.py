@@ -135,7 +135,7 @@ def configs() -> dict[str, Any]:
             tie_word_embeddings=True,
         ),
         "qwen3.5-0.8b (its shapes, 8 of 24 layers, a small vocabulary)": qwen3_5(8, 32000),
-        "qwen3.5-wide (2560 hidden numbers, 4 layers, a small vocabulary)": transformers.Qwen3_5TextConfig(
+        "qwen3.5-wide (2560 hidden numbers as 4B has, 4 layers, a small vocabulary)": transformers.Qwen3_5TextConfig(
             vocab_size=32000,
             hidden_size=2560,
             intermediate_size=9216,
@@ -468,7 +468,9 @@ def section(name: str, dtype: str, figures: Mapping[str, Any], before: Mapping[s
         earlier = known.get((each["drafted"], each["acceptance"]))
         row = [each["drafted"], each["acceptance"], f"{each['tokens_a_round']:.2f}", f"{each['read_again']:.2f}"]
         row += [median_and_range(each["costs"]), median_and_range(each["speed_ups"])]
-        rows.append(row + ([] if before is None else ["" if earlier is None else median_and_range(earlier["costs"])]))
+        rows.append(row if not known else [*row, "" if earlier is None else median_and_range(earlier["costs"])])
+    unmeasured = (before or {}).get("unmeasured")
+    of_before = [f"Before: not measured, since texts with and without drafts could differ: {unmeasured}.", ""]
     return [
         title,
         "",
@@ -476,8 +478,9 @@ def section(name: str, dtype: str, figures: Mapping[str, Any], before: Mapping[s
         "",
         *table(PASS_HEADS, alone),
         "",
-        *table(HEADS if before is None else (*HEADS, "before"), rows),
+        *table((*HEADS, "before") if known else HEADS, rows),
         "",
+        *(of_before if unmeasured else []),
     ]
 
 

@@ -16,15 +16,15 @@ PROVENANCE = json.loads((DATA / "provenance.json").read_text())
 IDS, STEPS = PROVENANCE["tokens"], PROVENANCE["steps"]
 
 
-def tiny_target(make=HFBackend, *, check=False):
+def tiny_target(make=HFBackend, *, check=False, data=DATA):
     """The target of the reference heads; test_published_heads.py checks it."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(DATA / "target", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(data / "target", dtype=torch.float32)
     return make(model, name="tiny-target", check=check)
 
 
-def reference(name):
+def reference(name, data=DATA):
     """What the package computes with a head."""
-    return load_file(DATA / name / "reference.safetensors")
+    return load_file(data / name / "reference.safetensors")
 
 
 def changed(folder, head="eagle3_llama", **fields):

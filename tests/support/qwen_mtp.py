@@ -189,3 +189,32 @@ def rows(tensors, config, table, output, states, tokens):
         given.append(made[-1])
         found.append(made[-1] @ output.T)
     return torch.stack(found)
+
+
+NAMES = {
+    "mtp.fc": "input_proj",
+    "mtp.norm": "final_layernorm",
+    "mtp.pre_fc_norm_hidden": "hidden_layernorm",
+    "mtp.pre_fc_norm_embedding": "token_layernorm",
+}
+
+
+def as_head(own):
+    """The tensors `mtp.*` of a checkpoint under the names of the package, which has the experts in one tensor."""
+    made, experts = {}, {}
+    for key, value in own.items():
+        name, _, kind = key.rpartition(".")
+        if ".experts." in key:
+            at, _, rest = name.partition(".experts.")
+            number, _, part = rest.partition(".")
+            experts.setdefault(at, {}).setdefault(part, {})[int(number)] = value
+        else:
+            made[f"mtp_layers.0.{NAMES.get(name, name.removeprefix('mtp.layers.0.'))}.{kind}"] = value
+    for at, parts in experts.items():
+        gate, up, down = (
+            torch.stack([each[n] for n in sorted(each)])
+            for each in map(parts.get, ("gate_proj", "up_proj", "down_proj"))
+        )
+        there = f"mtp_layers.0.{at.removeprefix('mtp.layers.0.')}.experts"
+        made |= {f"{there}.gate_up_proj": torch.cat([gate, up], 1), f"{there}.down_proj": down}
+    return made

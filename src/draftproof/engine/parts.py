@@ -98,9 +98,11 @@ def directory(argument: str) -> tuple[Path, int]:
 
 
 def own_chain_count(argument: str) -> int:
-    """The K in LxK or WHERExK; 1 if it is missing."""
-    _, times, chains = argument.rpartition("x")
-    return int(chains) if times and chains.isdecimal() else 1
+    """The K in LxK or WHERExK; 1 if it is missing, as in the name of a directory that is there."""
+    where, times, chains = argument.rpartition("x")
+    if not times or not chains.isdecimal():
+        return 1
+    return int(chains) if not where or where.isdecimal() else source(argument)[1]
 
 
 def has_several_chains(argument: str) -> bool:

@@ -1,7 +1,6 @@
 """Gemma 4 assistants: logits as transformers computes them, exact drafts over the target's own keys, refusals."""
 
 import json
-import math
 import shutil
 
 import pytest
@@ -14,7 +13,7 @@ from draftproof.backends.base import Feed
 from draftproof.backends.heads.published.assistant import AssistantBackend, AssistantNet
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
-from draftproof.backends.lean.module_backend import LeanModulesBackend, packing
+from draftproof.backends.lean.module_backend import LeanModulesBackend
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.gguf_modules import read_modules
 from draftproof.backends.loading.options import LoadOptions
@@ -25,31 +24,21 @@ from draftproof.models.gguf_file import GGUFFile
 from draftproof.tree import TokenTree
 from support.architectures.tiny import multimodal
 from support.gguf_modules import module_model, write_modules
+from support.head_references import ASSISTANT_DATA as DATA
+from support.head_references import ASSISTANTS, assistant, assistant_rows, gemma
 from support.helpers import assert_output_distribution, random_model
 from support.native_levels import needs_native
-from support.published import DATA as HEADS
+from support.published import IDS, tiny_target
 from support.published import assistant as write_assistant
-from support.published import tiny_target
 
-DATA = HEADS.parent / "assistants"
-PROVENANCE = json.loads((DATA / "provenance.json").read_text())
-IDS, STEPS = PROVENANCE["tokens"], PROVENANCE["steps"]
 SLOW = [(1, "token", 4), (2, "trie_block", 3)]
-# Layers that share keys, and clusters of tokens; values that are keys, and all tokens; the same of the unified family.
-NAMES = ["shared", "equal", "unified"]
 
 
 TARGETS = (HFBackend, pytest.param(LeanModulesBackend, marks=[needs_native]))
 
 
-def gemma(name, kind=HFBackend, *, check=False):
-    """The target of a reference assistant."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(DATA / name / "target", dtype=torch.float32)
-    return kind(model, name="gemma", check=check, **packing(kind))
-
-
 @pytest.mark.parametrize("kind", TARGETS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ASSISTANTS)
 def test_the_targets_of_the_references_pass_the_check_of_models(name, kind):
     """Once here, and in no other test of assistants."""
     assert gemma(name, kind, check=True).capabilities == gemma(name, kind).capabilities
@@ -65,50 +54,26 @@ def changed(folder, name="shared", **fields):
     return folder
 
 
-def rows(target, assistant, length, more=()):
-    """Logits of a draft after the first known tokens; the target may have read and rolled back more tokens."""
-    owner = target.open()
-    target.forward([Feed(owner, [*IDS[: length - 1], *more])])
-    owner.keep(length - 1)
-    session = assistant.follow(owner)
-    fed = [IDS[1:length], *([token] for token in IDS[length : length + STEPS - 1])]
-    return torch.cat([assistant.forward([Feed(session, tokens)])[0].logits for tokens in fed])
-
-
-def difference(name, folder, more=(), kind=HFBackend):
-    """The largest difference to transformers' logits, as a share of the largest of them; inf for other tokens."""
-    target = gemma(name, kind)
-    assistant = AssistantBackend(str(folder), target)
-    expected, worst = load_file(DATA / name / "reference.safetensors")["logits"], 0.0
-    for place, right in enumerate(expected):
-        made = rows(target, assistant, place + 2, more)
-        seen = made.isfinite()
-        if name == "shared" and not torch.equal(seen, right > right.amin(-1, keepdim=True)):
-            return math.inf  # transformers gives tokens of other clusters the least logit less one
-        worst = max(worst, float((made - right)[seen].abs().max() / expected.abs().max()))
-    return worst
-
-
 @pytest.mark.grid(3)
 @pytest.mark.parametrize("kind", TARGETS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ASSISTANTS)
 def test_logits_are_those_of_transformers_at_every_step(name, kind):
     """From every position, with windows that end before the text begins and after it."""
     most = 1e-5 if kind is HFBackend else 3e-5  # sums in another order
-    assert difference(name, DATA / name / "assistant", kind=kind) < most
+    assert assistant(name, kind).share < most
 
 
 @pytest.mark.parametrize("kind", TARGETS)
 def test_keys_of_rejected_tokens_are_not_read(kind):
     """The target has read two more tokens than are committed."""
     most = 1e-5 if kind is HFBackend else 3e-5
-    assert difference("shared", DATA / "shared" / "assistant", more=(7, 9), kind=kind) < most
+    assert assistant("shared", kind, more=(7, 9)).share < most
 
 
 @pytest.mark.parametrize("fields", [{"sliding_window": 2}, {"rms_norm_eps": 0.1}, {"centroid_intermediate_top_k": 3}])
 def test_other_fields_change_the_logits(tmp_path, fields):
     """Negative control of the comparison above."""
-    assert difference("shared", changed(tmp_path / "assistant", **fields)) > 1e-3
+    assert assistant("shared", folder=changed(tmp_path / "assistant", **fields)).share > 1e-3
 
 
 def test_another_position_or_keys_change_the_logits(monkeypatch):
@@ -121,10 +86,9 @@ def test_another_position_or_keys_change_the_logits(monkeypatch):
     def longer(self, tokens, states, positions, pasts):
         return forward(self, tokens, states, positions, [past._replace(length=past.length + 1) for past in pasts])
 
-    folder = DATA / "equal" / "assistant"
     for wrong in (moved, longer):
         monkeypatch.setattr(AssistantNet, "__call__", wrong)
-        assert difference("equal", folder, more=(7, 9)) > 1e-3
+        assert assistant("equal", more=(7, 9)).share > 1e-3
 
 
 def test_a_tree_gives_the_rows_of_its_paths():
@@ -179,7 +143,7 @@ def test_keys_and_values_of_a_gguf_file_are_read(name, tmp_path):
     whole = HFBackend(dense.model, name="whole")
     folder = assistant_for(tmp_path / "assistant", whole, kept=320, heads=4, dims=(64, 128))
     made, expected, other = (
-        rows(target, AssistantBackend(str(folder), target), length)
+        assistant_rows(target, AssistantBackend(str(folder), target), length)
         for target, length in ((dense, 9), (whole, 9), (whole, 8))
     )
     assert float((made - expected).norm() / expected.norm()) < 1e-3
@@ -342,7 +306,7 @@ def test_a_table_of_clusters_without_all_tokens_is_refused(tmp_path):
 
 def test_other_targets_and_backends_are_refused():
     folder = str(DATA / "shared" / "assistant")
-    with pytest.raises(UserError, match="is on LeanBackend: use a Gemma 4 target on backend lean or hf"):
+    with pytest.raises(UserError, match="is LlamaForCausalLM on backend lean: use a Gemma 4 target in one"):
         AssistantBackend(folder, tiny_target(LeanBackend))
     for other, kind in ((tiny_target(), "tiny-target is llama"), (gemma("unified"), "gemma is gemma4_unified_text")):
         with pytest.raises(UserError, match=f"reads keys and values of gemma4_text, and {kind}"):

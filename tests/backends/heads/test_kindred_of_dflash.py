@@ -19,54 +19,19 @@ from draftproof.engine.drafter_parts import make_drafter
 from draftproof.engine.options import EngineOptions
 from draftproof.models import REGISTRY
 from draftproof.tree import TokenTree
-from support import published
+from support import head_references, published
+from support.head_references import DFLASH2, DSPARK, block_outputs, read_block_head
 from support.helpers import (
+    CONFIGS,
     assert_other_rows_are_seen,
     assert_output_distribution,
     embedded_model,
     random_model,
     tiny_llama,
 )
-from support.published import DATA, IDS, STEPS, WRITERS, changed, reference, tiny_target
+from support.published import DATA, IDS, WRITERS, changed, tiny_target
 
 NETS = {"dspark": DSparkNet, "dflash2": DFlash2Net}
-DSPARK = ["dspark_vanilla", "dspark_gated", "dspark_rnn"]
-DFLASH2 = ["dflash2_windows", "dflash2_anchor"]
-
-
-def read_head(folder, target):
-    config = json.loads((folder / "config.json").read_text())
-    return DFlashBackend(str(folder), target, NETS[config["speculators_model_type"]])
-
-
-def drafted_outputs(target, head, anchor):
-    """What the head gives at every place of a block after the known tokens up to `anchor`, along the known tokens."""
-    owner = target.open()
-    target.forward([Feed(owner, IDS[:anchor])])
-    session = head.follow(owner)
-    outputs = head.forward([Feed(session, IDS[1 : anchor + 1])])
-    for place in range(1, head.deepest):
-        outputs += head.forward([Feed(session, [IDS[anchor + place]])])
-    return outputs
-
-
-def differences(target, folder, name):
-    """The largest difference to the package's rows, as a share of the largest number, and to its predictions."""
-    expected, head = reference(name), read_head(folder, target)
-    scale = expected["logits"][expected["logits"].isfinite()].abs().max()
-    first, rows, predictions = STEPS - head.deepest, [0.0], [0.0]
-    for place, anchor in enumerate(expected["anchor"].tolist()):
-        if not anchor:  # before the first token there are no states to read
-            continue
-        outputs = drafted_outputs(target, head, anchor)
-        made, right = torch.cat([output.logits for output in outputs]), expected["logits"][place, first:]
-        same = torch.equal(made.isfinite(), right.isfinite())
-        rows.append(float((made - right).nan_to_num(0).abs().max() / scale) if same else math.inf)
-        if "accepted" in expected:
-            made = torch.cat([output.accepted for output in outputs])
-            predictions.append(float((made - expected["accepted"][place, first:]).abs().max()))
-    assert len(rows) == len(IDS) - STEPS
-    return max(rows), max(predictions)
 
 
 @pytest.mark.grid(4)
@@ -74,9 +39,9 @@ def differences(target, folder, name):
 @pytest.mark.parametrize("name", DSPARK + DFLASH2)
 def test_rows_are_those_of_speculators_after_every_token(name, make):
     """From every place: three kinds of correction, predictions with and without the token, windows, and no anchor."""
-    rows, predictions = differences(tiny_target(make), DATA / name, name)
-    assert rows < 1e-5
-    assert predictions < 1e-5
+    found = head_references.block(name, make)
+    assert found.share < 1e-5
+    assert found.accepted < 1e-5
 
 
 @pytest.mark.grid(4)
@@ -93,15 +58,14 @@ def test_rows_are_those_of_speculators_after_every_token(name, make):
 )
 def test_other_fields_change_the_rows(tmp_path, name, fields):
     """Negative control of the comparison above."""
-    rows, _ = differences(tiny_target(), changed(tmp_path / "head", name, **fields), name)
-    assert rows > 0.01
+    assert head_references.block(name, folder=changed(tmp_path / "head", name, **fields)).share > 0.01
 
 
 @pytest.mark.parametrize("name", DSPARK + DFLASH2)
 def test_another_token_before_changes_the_row(name):
     """Rows depend on the drafted token, so that q of one path is not that of another."""
     target = tiny_target()
-    head = read_head(DATA / name, target)
+    head = read_block_head(DATA / name, target)
     owner = target.open()
     target.forward([Feed(owner, IDS[:4])])
     rows = []
@@ -116,7 +80,7 @@ def test_another_token_before_changes_the_row(name):
 def test_a_tree_gives_the_rows_of_its_paths(name):
     """Two requests at once, level by level."""
     target = tiny_target()
-    head = read_head(DATA / name, target)
+    head = read_block_head(DATA / name, target)
     owners = [target.open(), target.open()]
     target.forward([Feed(owners[0], IDS[:4]), Feed(owners[1], IDS[:6])])
     sessions = [head.follow(owner) for owner in owners]
@@ -145,7 +109,7 @@ def test_both_layouts_are_one_head(tmp_path, name):
         WRITERS[name](folder, target, ids=ids, layers=(1, 3), original=original, **theirs)
         drafter = make_drafter(f"{name}:{folder}", target=target, draft=None, stopper="fixed:2")
         heads.append(drafter.model.backend)
-    outputs = [drafted_outputs(target, head, 7) for head in heads]
+    outputs = [block_outputs(target, head, 7) for head in heads]
     assert len(outputs[0]) == 4
     for one, other in zip(*outputs, strict=True):
         assert torch.equal(one.logits, other.logits)
@@ -160,7 +124,7 @@ def test_tokens_in_another_order_are_the_same_head(tmp_path):
         tensors[key] = tensors[key][order].contiguous()
     tensors["d2t"] = torch.tensor(ids)[order] - torch.arange(4)
     other = published.write(tmp_path / "b", json.loads((folder / "config.json").read_text()), tensors)
-    one, two = (drafted_outputs(target, DFlashBackend(str(each), target, DSparkNet), 7) for each in (folder, other))
+    one, two = (block_outputs(target, DFlashBackend(str(each), target, DSparkNet), 7) for each in (folder, other))
     assert all(torch.equal(row.logits, same.logits) for row, same in zip(one, two, strict=True))
 
 
@@ -281,7 +245,7 @@ def test_rows_are_multiplied_and_capped_as_the_authors_do(tmp_path, name):
     target = tiny_target()
     plain, other = (
         torch.cat(
-            [output.logits for output in drafted_outputs(target, original(tmp_path / str(n), name, target, **more), 4)]
+            [output.logits for output in block_outputs(target, original(tmp_path / str(n), name, target, **more), 4)]
         )
         for n, more in enumerate(
             ({"scaled": 1.5}, {"input_embedding_scale": 1.5, "output_multiplier": 3.0, "final_logit_softcapping": 4.0})
@@ -293,7 +257,7 @@ def test_rows_are_multiplied_and_capped_as_the_authors_do(tmp_path, name):
     if name == "dflash2":  # what the selector adds is neither multiplied nor capped
         head = original(tmp_path / "alone", name, target, scaled=1.5)
         head._net.conditional = False
-        unary = torch.cat([output.logits for output in drafted_outputs(target, head, 4)])
+        unary = torch.cat([output.logits for output in block_outputs(target, head, 4)])
         follows, plain = (plain - unary)[kept], unary
     expected = (plain * 3.0 / 4.0).tanh() * 4.0
     assert (other[kept] - expected[kept] - follows).abs().max() < 1e-4
@@ -303,7 +267,7 @@ def test_rows_are_multiplied_and_capped_as_the_authors_do(tmp_path, name):
 def test_a_scale_of_dspark_is_that_of_rows_and_corrections(tmp_path):
     target = tiny_target()
     plain, scaled = (
-        drafted_outputs(target, original(tmp_path / str(n), "dspark", target, **more), 4)
+        block_outputs(target, original(tmp_path / str(n), "dspark", target, **more), 4)
         for n, more in enumerate(({}, {"logit_scale": 0.25}))
     )
     for one, other in zip(plain, scaled, strict=True):
@@ -345,18 +309,39 @@ def test_a_block_reads_the_rows_of_the_table_without_the_factor_of_the_target(tm
 
 @pytest.mark.grid(3)
 @pytest.mark.parametrize("name", [*WRITERS])
-def test_a_head_is_known_by_its_config(tmp_path, name):
-    """Named as the draft model, `auto` chooses it, too; the first EAGLE heads alone look like models."""
+def test_a_head_is_known_by_its_config_or_weights(tmp_path, name):
+    """Named as the draft model, `auto` chooses it, too."""
     folder = WRITERS[name](tmp_path / "head", tiny_target())
     made = EngineOptions(draft=str(folder)).of_head()
-    if name == "eagle":
-        assert made.draft == str(folder)
-    else:
-        assert (made.draft, made.drafter) == (None, f"auto:{name}:{folder}")
-        assert EngineOptions(draft=str(folder), drafter="auto").of_head() == made
+    assert (made.draft, made.drafter) == (None, f"auto:{name}:{folder}")
+    assert EngineOptions(draft=str(folder), drafter="auto").of_head() == made
     assert EngineOptions(draft=str(DATA / "target")).of_head().draft == str(DATA / "target")
     for other in ("owner/none", "owner/none:Q4_K_M", "embedded:draft", *REGISTRY):  # nothing is fetched or refused here
         assert EngineOptions(draft=other).of_head().draft == other
+
+
+def test_a_model_of_one_layer_is_not_taken_for_an_eagle_head(tmp_path):
+    """Its config is that of such a head, and its weights are not; a pickled head is refused as one."""
+    config = CONFIGS["llama"]()
+    config.num_hidden_layers = 1
+    random_model(config).save_pretrained(tmp_path / "model")
+    assert EngineOptions(draft=str(tmp_path / "model")).of_head().draft == str(tmp_path / "model")
+    folder = published.eagle(tmp_path / "head", tiny_target())
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    drafter = EngineOptions(draft=str(folder)).of_head().drafter
+    with pytest.raises(UserError, match="has pickled weights only"):
+        make_drafter(drafter, target=tiny_target(), draft=None, stopper="fixed:2")
+    (folder / "tokenizer.json").write_text("{}")
+    assert EngineOptions(draft=str(folder)).of_head().draft == str(folder)
+
+
+def test_a_directory_whose_name_ends_like_a_number_of_chains(tmp_path):
+    """It is one head with one chain, also as a source of `auto`; an engine that is asked for chains makes them."""
+    folder = published.dspark(tmp_path / "headx3", HFBackend(embedded_model("target"), name="target"))
+    options = {"stopper": "fixed:2", "check": False}
+    assert Engine.load("embedded:target", str(folder), **options).drafter.name == "dspark"  # auto has one source of it
+    made = [Engine.load("embedded:target", drafter=f"dspark:{folder}{more}", **options) for more in ("", "x2")]
+    assert [engine.drafter.branching for engine in made] == [False, True]
 
 
 def test_an_engine_drafts_with_a_head_that_is_named_as_the_draft_model(tmp_path):

@@ -10,14 +10,13 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from draftproof import Engine, SamplingParams, UserError
-from draftproof.backends.base import Feed, Session
+from draftproof.backends.base import Feed
 from draftproof.backends.heads.published.mtp import _load, mtp_backend
-from draftproof.backends.heads.published.mtp_head import mtp_head_backend
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.engine.drafter_parts import make_drafter
 from draftproof.engine.verifier_parts import make_verifier
-from support import published
+from support import head_references, published
 from support.helpers import assert_other_rows_are_seen, assert_output_distribution, random_model, tiny_llama
 from support.published import DATA
 from support.qwen_mtp import in_blocks
@@ -178,22 +177,7 @@ def test_a_pass_that_differs_from_transformers_own_is_refused(tmp_path, monkeypa
 
 @pytest.mark.parametrize("make", [HFBackend, LeanBackend])
 def test_a_published_layer_has_the_logits_of_speculators_at_every_step(make):
-    expected = load_file(DATA / "mtp" / "reference.safetensors")
-    model = AutoModelForCausalLM.from_pretrained(DATA / "target", dtype=torch.float32)
-    with torch.no_grad():  # the package read its own embedding and output layer
-        model.model.embed_tokens.weight.copy_(expected["embed"])
-        model.lm_head.weight.copy_(expected["lm_head"])
-    target = make(model, name="tiny-target")
-    head, logits = mtp_head_backend(str(DATA / "mtp"), target), expected["logits"]
-    for place in range(logits.shape[1]):
-        owner = Session()
-        owner.remember(expected["features"][: place + 1])
-        owner.read(IDS[: place + 1])
-        session, fed = head.follow(owner), IDS[1 : place + 2]
-        for step in range(STEPS):
-            row = head.forward([Feed(session, fed)])[0].logits[-1]
-            assert (row - logits[step, place]).abs().max() < 1e-5 * logits.abs().max()
-            fed = [IDS[place + 2 + step]] if place + 2 + step < len(IDS) else []
+    assert head_references.mtp(make=make).share < 1e-5
 
 
 def test_a_published_layer_drafts_for_its_target():

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from draftproof.backends.lean.backend import LeanBackend
 from draftproof.engine.drafter_parts import make_drafter
 from draftproof.engine.verifier_parts import make_verifier
 from draftproof.tree import TokenTree
-from support import published
+from support import head_references, published
+from support.head_references import DFLASH, EAGLE3, drafted_rows
 from support.helpers import (
     CONFIGS,
     assert_other_rows_are_seen,
@@ -34,25 +36,7 @@ from support.helpers import (
 )
 from support.published import DATA, IDS, STEPS, WRITERS, changed, reference, tiny_target
 
-PACKAGE = os.environ.get("DRAFTPROOF_SPECULATORS")  # a Python that has the package
-EAGLE3 = ["eagle3_llama", "eagle3_residual", "eagle3_qwen3", "eagle3_sliding"]
-DFLASH = ["dflash_full", "dflash_sliding", "dflash_anchor"]
-KINDRED = ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dflash2_windows", "dflash2_anchor"]
 PROMPTS = ["Once upon a time", "The little dog", "One day, Tim and his mom went to the"]
-
-
-def drafted_rows(target, head, place, steps):
-    """Rows of a draft along the known tokens, after the target has read the tokens up to `place`."""
-    owner = target.open()
-    target.forward([Feed(owner, IDS[: place + 1])])
-    session = head.follow(owner)
-    known = IDS[1 : place + 2]
-    rows = [head.forward([Feed(session, known)])[0].logits[-1]]
-    for step in range(1, steps):
-        if place + 1 + step == len(IDS):
-            break
-        rows.append(head.forward([Feed(session, [IDS[place + 1 + step]])])[0].logits[-1])
-    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("make", [HFBackend, LeanBackend])
@@ -68,32 +52,19 @@ def test_the_target_of_the_references_passes_the_check_of_models(make):
 @pytest.mark.parametrize("make", [HFBackend, LeanBackend])
 @pytest.mark.parametrize("name", EAGLE3)
 def test_eagle3_logits_are_those_of_speculators_at_every_step(name, make):
-    """The target's states of its layers too. A window ends earlier in the package's later steps: those are left out."""
-    target, expected = tiny_target(make), reference(name)
-    head = eagle3_backend(str(DATA / name), target)
-    owner = target.open()
-    target.forward([Feed(owner, IDS[:-1])])
-    scale = expected["features"].abs().max()
-    assert (owner.states_of(head.layers) - expected["features"]).abs().max() < 1e-5 * scale
-    logits = expected["logits"]
-    scale = logits.abs().max()
-    for place in range(logits.shape[1]):
-        rows = drafted_rows(target, head, place, STEPS)
-        seen = len(rows) if name != "eagle3_sliding" or place + STEPS <= 4 else 1
-        assert (rows[:seen] - logits[:seen, place][: len(rows)]).abs().max() < 1e-5 * scale, f"after {place + 1} tokens"
+    """The target's states of its layers too."""
+    assert head_references.eagle3(name, make).share < 1e-5
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PACKAGE, reason="DRAFTPROOF_SPECULATORS names no Python that has the package")
-def test_the_references_are_what_the_package_computes_now(tmp_path):
-    """Live: the script makes them again where the package is installed."""
-    script = DATA.parents[2] / "scripts" / "made_once" / "make_head_references.py"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    subprocess.run([PACKAGE, script, tmp_path], check=True, timeout=300, capture_output=True, env=environment)
-    for name in [*EAGLE3, *DFLASH, *KINDRED, "mtp"]:
-        made, kept = load_file(tmp_path / name / "reference.safetensors"), reference(name)
-        assert made.keys() == kept.keys()
-        assert all(torch.allclose(made[key].float(), kept[key].float(), atol=1e-4) for key in kept), name
+@pytest.mark.parametrize("package", ["speculators", "transformers"])
+def test_logits_are_those_that_the_packages_compute_now(package):
+    """Live: scripts/compare_heads.py makes the references again where the package is installed."""
+    python = os.environ.get(f"DRAFTPROOF_{package.upper()}")
+    if not python:
+        pytest.skip(f"DRAFTPROOF_{package.upper()} names no Python of an environment with {package}")
+    script = DATA.parents[3] / "scripts" / "compare_heads.py"
+    subprocess.run([sys.executable, script, f"--{package}", python, "-q"], check=True, timeout=500)
 
 
 def test_other_layers_or_another_map_change_the_logits(tmp_path):
@@ -139,22 +110,7 @@ def test_both_layouts_of_eagle3_are_one_head(tmp_path, original):
 
 @pytest.mark.parametrize("make", [HFBackend, LeanBackend])
 def test_all_places_of_peagle_are_those_of_speculators(make):
-    """The package samples the places that it trains on; a place before the first token is an artefact of that."""
-    target, expected = tiny_target(make), reference("peagle")
-    head = PEagleBackend(str(DATA / "peagle"), target)
-    owner = target.open()
-    target.forward([Feed(owner, IDS[:-1])])
-    seen, scale = set(), expected["logits"].abs().max()
-    for anchor, depth, row in zip(
-        expected["anchor"].tolist(), expected["depth"].tolist(), expected["logits"], strict=True
-    ):
-        if anchor < 0:
-            continue
-        session = head.follow(owner)
-        head.forward([Feed(session, IDS[1 : anchor + 2])])
-        assert (session.places.logits[depth] - row).abs().max() < 1e-5 * scale
-        seen.add(depth)
-    assert seen == set(range(STEPS))
+    assert head_references.peagle(make=make).share < 1e-5
 
 
 def test_peagle_reads_only_new_tokens_in_the_next_round():
@@ -190,17 +146,7 @@ def block_rows(target, head, known):
 @pytest.mark.parametrize("name", DFLASH)
 def test_dflash_blocks_are_those_of_speculators_from_every_place(name, make):
     """Full attention, windows that end at the block, causal and not, and blocks that draft at the committed token."""
-    target, expected = tiny_target(make), reference(name)
-    head = DFlashBackend(str(DATA / name), target)
-    first = STEPS - head.deepest
-    assert first == (0 if name == "dflash_anchor" else 1)
-    scale, seen = expected["logits"].abs().max(), set()
-    for anchor, rows in zip(expected["anchor"].tolist(), expected["logits"], strict=True):
-        if anchor:  # before the first token there are no states to read
-            made = block_rows(target, head, IDS[: anchor + 1])
-            assert (made - rows[first:]).abs().max() < 1e-5 * scale, f"after {anchor} tokens"
-            seen.add(anchor)
-    assert len(seen) == len(IDS) - STEPS - 1
+    assert head_references.block(name, make).share < 1e-5
 
 
 @pytest.mark.parametrize(

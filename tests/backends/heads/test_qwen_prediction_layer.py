@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed, Session, unread
@@ -14,28 +14,23 @@ from draftproof.backends.heads.published.mtp_head import mtp_head_backend
 from draftproof.backends.heads.published.mtp_qwen import HybridMtpNet
 from draftproof.backends.hf.generate import PlainBackend
 from draftproof.backends.lean.snapshots import LeanSnapshotBackend
-from draftproof.backends.loading.by_name import load_backend
-from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.products import packed_linear
 from draftproof.backends.products.packed_linear import RescoredProduct
 from draftproof.engine.drafter_parts import make_drafter
 from draftproof.engine.verifier_parts import make_verifier
 from draftproof.tree import TokenTree
+from support import head_references
 from support.architectures.tiny import tiny_config, tiny_model
-from support.helpers import assert_other_rows_are_seen, assert_output_distribution, random_model
+from support.head_references import QWEN, read_folder, write_qwen_head
+from support.helpers import assert_other_rows_are_seen, assert_output_distribution
 from support.qwen_mtp import DATA, in_blocks, own_tensors, rows, written, written_with
 
-FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 IDS = json.loads((DATA / "provenance.json").read_text())["tokens"]
 TOKENS = [5, 9, 2, 7, 11, 3, 60, 41, 17, 50, 22, 8, 30, 90, 4]
 PROMPTS = [[5, 9, 2, 7, 11, 3, 60, 41], [8, 8, 1], [70, 12, 33, 4, 4]]
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 # Heads as many as those of Qwen3.8-27B, but narrow: 6 queries for a key, and 3 values for a key of the delta rule.
 QWEN38 = {"num_attention_heads": 24, "num_key_value_heads": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 48}
-
-
-def target_of(folder):
-    return load_backend(str(folder), LoadOptions(dtype="float32"))
 
 
 def expected(target, folder, owner, count, tokens, tensors=None):
@@ -60,28 +55,16 @@ def largest(found, other):
     return float((found - other).abs().max() / other.abs().max())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_first_step_is_that_of_speculators(name, tmp_path):
-    kept = load_file(DATA / name / "reference.safetensors")
-    model = random_model(AutoConfig.for_model(**json.loads((DATA / name / "config.json").read_text())))
-    with torch.no_grad():
-        model.model.embed_tokens.weight.copy_(kept["embed"])
-        model.lm_head.weight.copy_(kept["lm_head"])
-    own = {key: value for key, value in kept.items() if key.startswith("mtp.")}
-    head = mtp_backend(target_of(written_with(tmp_path, model, own)))
-    for place in range(len(kept["logits"])):
-        owner = Session()
-        owner.remember(kept["states"][: place + 1])
-        owner.read(IDS[: place + 1])
-        row = head.forward([Feed(head.follow(owner), IDS[1 : place + 2])])[0].logits[-1]
-        assert (row - kept["logits"][place]).abs().max() < 1e-5 * kept["logits"].abs().max()
+@pytest.mark.parametrize("name", QWEN)
+def test_the_first_step_is_that_of_speculators(name):
+    assert head_references.qwen_first_step(name).share < 1e-5
 
 
 @pytest.mark.grid(3)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        *((name, {}) for name in FAMILIES),
+        *((name, {}) for name in QWEN),
         ("qwen3_5", {"multimodal": True}),
         ("qwen3_5_moe", {"multimodal": True}),
         ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention"]}),
@@ -92,7 +75,7 @@ def test_the_first_step_is_that_of_speculators(name, tmp_path):
 def test_every_step_is_that_of_a_direct_computation(name, fields, tmp_path):
     """Before and after accepted tokens are read again; steps after the first read the layer's own normed states."""
     folder = written(tmp_path, name, **fields)
-    target = target_of(folder)
+    target = read_folder(folder)
     head = mtp_backend(target)
     owner = target.open()
     session = head.follow(owner)
@@ -109,11 +92,11 @@ def test_every_step_is_that_of_a_direct_computation(name, fields, tmp_path):
         target.forward([Feed(owner, unread(owner, TOKENS[:known]), TokenTree.chain(torch.tensor(TOKENS[known:])))])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", QWEN)
 @torch.inference_mode()
 def test_native_code_computes_what_transformers_modules_do(name, tmp_path, monkeypatch):
     """Over a prompt and over single tokens; the second head is that of a target that native code does not read."""
-    target = target_of(written(tmp_path, name))
+    target = read_folder(written(tmp_path, name))
     native = mtp_backend(target)
     owner = target.open()
     target.forward([Feed(owner, TOKENS[:9])])
@@ -126,7 +109,7 @@ def test_native_code_computes_what_transformers_modules_do(name, tmp_path, monke
 
 def test_the_states_are_those_after_the_final_norm(tmp_path):
     """What the output layer scores; an exchange would only be seen in the number of accepted tokens."""
-    target = target_of(written(tmp_path, "qwen3_5_text"))
+    target = read_folder(written(tmp_path, "qwen3_5_text"))
     target.record_states((2,))
     head = mtp_backend(target)
     assert head.layers == ()
@@ -137,12 +120,12 @@ def test_the_states_are_those_after_the_final_norm(tmp_path):
     assert largest(owner.states_of((2,))[-1] @ output.T, logits) > 0.1, "before the norm"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", QWEN)
 @torch.inference_mode()
 def test_a_layer_in_fp8_has_the_numbers_of_its_blocks(name, tmp_path):
     folder = written(tmp_path, name)
     plain, stands = own_tensors(folder), in_blocks(folder)
-    target = target_of(folder)
+    target = read_folder(folder)
     head, owner = mtp_backend(target), target.open()
     target.forward([Feed(owner, TOKENS[:7])])
     found = drafted(head, head.follow(owner), TOKENS[1:8], TOKENS[8:10])
@@ -162,7 +145,7 @@ def test_the_scales_of_a_layer_are_read_where_transformers_forgot_how_it_read_th
     """As it does from 5.24 on; without its scales the layer would be refused, which the next test shows."""
     folder = written(tmp_path, name)
     in_blocks(folder)
-    target = target_of(folder)
+    target = read_folder(folder)
     vars(target.model).pop("_weight_conversions", None)
     assert mtp_backend(target).deepest is None
 
@@ -177,7 +160,7 @@ def test_a_layer_in_fp8_that_was_read_without_its_scales_is_refused(name, tmp_pa
     """As transformers does where it computes the model itself in FP8, on a GPU."""
     folder = written(tmp_path, name)
     in_blocks(folder)
-    target = target_of(folder)
+    target = read_folder(folder)
     assert mtp_backend(target).deepest is None
     read = _as_loaded(target.model)._weight_conversions
     target.model._weight_conversions = [each for each in read if not _dequantizes_alone(each)]
@@ -205,7 +188,7 @@ WRONG = {
 def test_another_structure_is_seen(what, tmp_path):
     """Negative control of the computation by hand."""
     folder = written(tmp_path, "qwen3_5_text")
-    target, own = target_of(folder), own_tensors(folder)
+    target, own = read_folder(folder), own_tensors(folder)
     head, owner = mtp_backend(target), target.open()
     target.forward([Feed(owner, TOKENS[:7])])
     found = drafted(head, head.follow(owner), TOKENS[1:8], [])
@@ -213,10 +196,10 @@ def test_another_structure_is_seen(what, tmp_path):
     assert largest(found, other) > 0.05
 
 
-@pytest.mark.parametrize(("name", "fields"), [*((name, {}) for name in FAMILIES), ("qwen3_5_text", QWEN38)])
+@pytest.mark.parametrize(("name", "fields"), [*((name, {}) for name in QWEN), ("qwen3_5_text", QWEN38)])
 def test_greedy_output_equals_transformers_token_for_token(name, fields, tmp_path):
     """A batch of prompts of different lengths, by the name that `draftproof generate --drafter mtp` gives."""
-    target = target_of(written(tmp_path, name, **fields))
+    target = read_folder(written(tmp_path, name, **fields))
     wanted = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
@@ -238,12 +221,12 @@ def enumerable(folder, name):
 @pytest.mark.grid(3)
 @pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("spec", ["mtp", "mtp:HEAD"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", QWEN)
 def test_exact_output_distribution(name, spec, rule, tmp_path):
     """By enumeration, on models with three tokens, with their own layer and with one that speculators trains."""
     target, own = enumerable(tmp_path / "target", name)
     if spec == "mtp:HEAD":
-        spec = f"mtp:{head_of(tmp_path / 'head', name, own, **target.model.config.get_text_config().to_dict())}"
+        spec = f"mtp:{write_qwen_head(tmp_path / 'head', name, own, **target.model.config.get_text_config().to_dict())}"
 
     def drafter():
         return make_drafter(spec, target=target, draft=None, stopper="fixed:2")
@@ -259,7 +242,7 @@ def test_exact_output_distribution_with_a_rounded_output_layer(tmp_path, monkeyp
     """Natively, where a vocabulary of three tokens is a large one, and one output is whole."""
     monkeypatch.setattr(packed_linear, "ROUGH_OUTPUTS", 3)
     monkeypatch.setattr(packed_linear, "ROUGH_SHARE", 3)
-    target = target_of(written(tmp_path, "qwen3_5_text", vocab=3, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    target = read_folder(written(tmp_path, "qwen3_5_text", vocab=3, pad_token_id=0, bos_token_id=1, eos_token_id=2))
 
     def drafter():
         return make_drafter("mtp", target=target, draft=None, stopper="fixed:2")
@@ -270,7 +253,7 @@ def test_exact_output_distribution_with_a_rounded_output_layer(tmp_path, monkeyp
 
 def test_a_large_output_layer_is_rounded_for_drafts(tmp_path, monkeypatch):
     """Other drafts' probabilities, the same likeliest tokens and text, and a target that stays whole."""
-    target, made = target_of(written(tmp_path, "qwen3_5_text")), []
+    target, made = read_folder(written(tmp_path, "qwen3_5_text")), []
     for outputs in (packed_linear.ROUGH_OUTPUTS, 50):
         monkeypatch.setattr(packed_linear, "ROUGH_OUTPUTS", outputs)
         monkeypatch.setattr(packed_linear, "ROUGH_SHARE", 3)
@@ -289,74 +272,17 @@ def test_a_large_output_layer_is_rounded_for_drafts(tmp_path, monkeypatch):
 # --- heads in the layout of speculators ------------------------------------------------------------------------------
 
 
-NAMES = {
-    "mtp.fc": "input_proj",
-    "mtp.norm": "final_layernorm",
-    "mtp.pre_fc_norm_hidden": "hidden_layernorm",
-    "mtp.pre_fc_norm_embedding": "token_layernorm",
-}
+@pytest.mark.parametrize("name", QWEN)
+def test_a_head_has_the_logits_of_speculators_at_every_step(name):
+    assert head_references.qwen_head(name).share < 1e-5
 
 
-def as_head(own):
-    """The tensors `mtp.*` of a checkpoint under the names of the package, which has the experts in one tensor."""
-    made, experts = {}, {}
-    for key, value in own.items():
-        name, _, kind = key.rpartition(".")
-        if ".experts." in key:
-            at, _, rest = name.partition(".experts.")
-            number, _, part = rest.partition(".")
-            experts.setdefault(at, {}).setdefault(part, {})[int(number)] = value
-        else:
-            made[f"mtp_layers.0.{NAMES.get(name, name.removeprefix('mtp.layers.0.'))}.{kind}"] = value
-    for at, parts in experts.items():
-        gate, up, down = (
-            torch.stack([each[n] for n in sorted(each)])
-            for each in map(parts.get, ("gate_proj", "up_proj", "down_proj"))
-        )
-        there = f"mtp_layers.0.{at.removeprefix('mtp.layers.0.')}.experts"
-        made |= {f"{there}.gate_up_proj": torch.cat([gate, up], 1), f"{there}.down_proj": down}
-    return made
-
-
-def head_of(folder, name, own, **fields):
-    """A head with the package's config for a family, and its folder."""
-    folder.mkdir()
-    config = json.loads((DATA / name / "head" / "config.json").read_text())
-    config["transformer_layer_config"] |= fields
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({key: value.contiguous() for key, value in as_head(own).items()}, folder / "model.safetensors")
-    return folder
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_head_has_the_logits_of_speculators_at_every_step(name, tmp_path):
-    kept, expected = (load_file(DATA / name / each) for each in ("reference.safetensors", "head/steps.safetensors"))
-    expected = expected["logits"]
-    model = random_model(AutoConfig.for_model(**json.loads((DATA / name / "config.json").read_text())))
-    with torch.no_grad():
-        model.model.embed_tokens.weight.copy_(kept["embed"])
-        model.lm_head.weight.copy_(kept["lm_head"])
-    own = {key: value for key, value in kept.items() if key.startswith("mtp.")}
-    target = target_of(written_with(tmp_path / "target", model, {}))
-    head = mtp_head_backend(str(head_of(tmp_path / "head", name, own)), target)
-    assert head.deepest == len(expected)
-    for place in range(expected.shape[1]):
-        owner = Session()
-        owner.remember(kept["states"][: place + 1])
-        owner.read(IDS[: place + 1])
-        session, fed = head.follow(owner), IDS[1 : place + 2]
-        for step in range(len(expected)):
-            row = head.forward([Feed(session, fed)])[0].logits[-1]
-            assert (row - expected[step, place]).abs().max() < 1e-5 * expected.abs().max()
-            fed = [IDS[place + 2 + step]]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", QWEN)
 def test_a_head_drafts_for_its_target(name, tmp_path):
     folder = written(tmp_path / "target", name)
-    own, target = own_tensors(folder), target_of(folder)
+    own, target = own_tensors(folder), read_folder(folder)
     config = target.model.config.get_text_config().to_dict()
-    head = head_of(tmp_path / "head", name, own, **config)
+    head = write_qwen_head(tmp_path / "head", name, own, **config)
     plain = Engine(target).generate(PROMPTS, GREEDY)
     drafter = make_drafter(f"mtp:{head}", target=target, draft=None, stopper="fixed:3")
     outs = Engine(target, drafter).generate(PROMPTS, GREEDY)
@@ -366,10 +292,13 @@ def test_a_head_drafts_for_its_target(name, tmp_path):
 
 def test_heads_that_do_not_fit_are_refused(tmp_path):
     folder = written(tmp_path / "target", "qwen3_5_text")
-    own, target = own_tensors(folder), target_of(folder)
+    own, target = own_tensors(folder), read_folder(folder)
     config = target.model.config.get_text_config().to_dict()
-    made = lambda name, own=own, **fields: str(head_of(tmp_path / name, "qwen3_5_text", own, **{**config, **fields}))  # noqa: E731
-    other = target_of(written(tmp_path / "other", "qwen3_next"))
+
+    def made(name, own=own, **fields):
+        return str(write_qwen_head(tmp_path / name, "qwen3_5_text", own, **{**config, **fields}))
+
+    other = read_folder(written(tmp_path / "other", "qwen3_next"))
     with pytest.raises(UserError, match=r"layer of type qwen3_5_text, and .* is qwen3_next"):
         mtp_head_backend(made("head"), other)
     with pytest.raises(UserError, match="expected a target with hidden states of width 48"):
@@ -386,19 +315,19 @@ def test_heads_that_do_not_fit_are_refused(tmp_path):
 
 
 def test_the_tensors_decide_and_not_the_config(tmp_path):
-    named = target_of(written(tmp_path / "named", "qwen3_5_text", change=lambda _: {}, mtp_num_hidden_layers=1))
+    named = read_folder(written(tmp_path / "named", "qwen3_5_text", change=lambda _: {}, mtp_num_hidden_layers=1))
     with pytest.raises(
         UserError, match=r"has no prediction layer \(no tensor mtp.fc.weight\), whatever its config says"
     ):
         mtp_backend(named)
-    unnamed = target_of(written(tmp_path / "unnamed", "qwen3_5_text", mtp_num_hidden_layers=0))
+    unnamed = read_folder(written(tmp_path / "unnamed", "qwen3_5_text", mtp_num_hidden_layers=0))
     assert mtp_backend(unnamed).deepest is None, "it drafts any number of tokens"
 
 
 def test_a_checkpoint_in_several_files_is_found_by_its_index(tmp_path):
     folder = written(tmp_path, "qwen3_5_text")
     tensors = load_file(folder / "model.safetensors")
-    whole = mtp_backend(target_of(folder))
+    whole = mtp_backend(read_folder(folder))
     parts = {"mtp.safetensors": {}, "rest.safetensors": {}}
     for key, value in tensors.items():
         parts["mtp.safetensors" if key.startswith("mtp.") else "rest.safetensors"][key] = value
@@ -407,7 +336,7 @@ def test_a_checkpoint_in_several_files_is_found_by_its_index(tmp_path):
     index = {"metadata": {}, "weight_map": {key: file for file, part in parts.items() for key in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model.safetensors").unlink()
-    divided = mtp_backend(target_of(folder))
+    divided = mtp_backend(read_folder(folder))
     owner = Session()
     owner.remember(torch.randn(3, whole.net.width, generator=torch.Generator().manual_seed(1)))
     owner.read(TOKENS[:3])
@@ -442,7 +371,7 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_other_layouts_are_refused(what, tmp_path):
     change, message = REFUSED[what]
-    target = target_of(written(tmp_path, "qwen3_5_text", change=change))
+    target = read_folder(written(tmp_path, "qwen3_5_text", change=change))
     with pytest.raises(UserError, match=f"drafter mtp: .*{message}"):
         mtp_backend(target)
 
@@ -450,7 +379,7 @@ def test_other_layouts_are_refused(what, tmp_path):
 def test_models_without_such_a_checkpoint_are_refused(tmp_path):
     own = written(tmp_path / "own", "qwen3_5_text", mtp_use_dedicated_embeddings=True)
     with pytest.raises(UserError, match="has an embedding of its own"):
-        mtp_backend(target_of(own))
+        mtp_backend(read_folder(own))
     unsaved = LeanSnapshotBackend(tiny_model(tiny_config("qwen3_5_text")), name="unsaved")
     with pytest.raises(UserError, match="the checkpoint of unsaved cannot be read"):
         mtp_backend(unsaved)
@@ -469,6 +398,6 @@ def test_models_whose_states_are_their_own_are_refused_whatever_is_in_mtp(name, 
     with pytest.raises(
         UserError, match="speculative decoding needs a decoder-only model whose keys, values and states are in"
     ):
-        target_of(folder)
+        read_folder(folder)
     with pytest.raises(UserError, match=f"drafted tokens cannot be taken back from {name}"):
         make_drafter("mtp", target=PlainBackend(model, name=name), draft=None, stopper="fixed:2")

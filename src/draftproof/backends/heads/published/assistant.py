@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 from typing_extensions import override
 
+from draftproof.backends import base as backends
 from draftproof.backends.base import Feed, FeedOutput, Session
 from draftproof.backends.cache.sessions import SlotSession
 from draftproof.backends.cache.slot_backend import SlotBackend
@@ -227,13 +228,14 @@ class AssistantBackend(TargetHead):
     """An assistant over the target it was made for."""
 
     def __init__(self, source: str, target: SlotBackend) -> None:
-        if not (isinstance(target, HFBackend) and target.whole_keys):
-            raise UserError(
-                f"the assistant {source!r} reads keys and values as a Gemma 4 target holds them in one process, and "
-                f"{target.name} is on {type(target).__name__}: use a Gemma 4 target on backend lean or hf, without "
-                "kv_dtype int8"
-            )
         files = read_head(source, "assistant")
+        if not (isinstance(target, HFBackend) and target.whole_keys):
+            family = " or ".join(backends.architectures(target)) or "another model"
+            raise UserError(
+                f"the assistant {source!r} reads the keys and values of a Gemma 4 target, and {target.name} is "
+                f"{family} on backend {backends.kind(target)}: use a Gemma 4 target in one process, on backend lean or "
+                "hf, without kv_dtype int8"
+            )
         self._net = AssistantNet(files, target)
         files.refuse_left()
         self._target = target

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -198,7 +199,7 @@ def _weight_files(source: str, folder: Path, names: Sequence[str]) -> list[Path]
 
 
 def head_algorithm(source: str) -> str | None:
-    """The drafter that reads a published head, where a directory or hub id is one whose config says so; else None.
+    """The drafter that reads a published head, where a directory or hub id is one by its config or weights; else None.
 
     Names of models that this package knows, and those of files, are never heads.
     """
@@ -212,10 +213,36 @@ def head_algorithm(source: str) -> str | None:
             where = Path(hf_hub_download(source, CONFIG))
         except (OSError, ValueError):  # loading says why the model cannot be had
             return None
-    found = _named_algorithm(_config(source, where.parent)) if where.is_file() else None
+    if not where.is_file():
+        return None
+    config = _config(source, where.parent)
+    found = _named_algorithm(config)
+    if found is None and config.get("num_hidden_layers") == 1 and _is_first_eagle(source):
+        return "eagle"
     if found is not None and found not in DRAFTERS:
         _refuse_other_algorithm(source, found, "")
     return found
+
+
+def _is_first_eagle(source: str) -> bool:
+    """Whether something with the config of a model of one layer is a head of the first EAGLE papers.
+
+    Their product over a token and a state is in no model. Weights that are pickled are taken for such a head where no
+    tokenizer is beside them: reading them says why they are refused.
+    """
+    try:
+        folder = _folder(source)
+    except UserError:  # loading says why the model cannot be had
+        return False
+    if not (folder / WEIGHTS).is_file():
+        on_hub = not Path(source).expanduser().exists()  # of which no other files are fetched
+        pickled = on_hub or any(any(folder.glob(pattern)) for pattern in _PICKLES)
+        return pickled and not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "tokenizer*"))
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            return "fc.weight" in file.keys()  # noqa: SIM118 - not a mapping
+    except Exception:  # noqa: BLE001 - reading the file as a model's or as a head's says what is wrong
+        return False
 
 
 def algorithm_of(config: Mapping[str, Any]) -> str:
@@ -224,7 +251,7 @@ def algorithm_of(config: Mapping[str, Any]) -> str:
 
 
 def _named_algorithm(config: Mapping[str, Any]) -> str | None:
-    """The same where the config tells a head from a model, which it does for all but the first EAGLE heads."""
+    """The same where the config tells a head from a model, which those of the first EAGLE heads do not."""
     named = config.get(ALGORITHM)
     if isinstance(named, str) and named:
         return named
