@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
 from draftproof.errors import UserError
 from draftproof.models.gguf_text import TextRules
-
-if TYPE_CHECKING:
-    _Base = Any
-else:
-    _Base = PreTrainedTokenizerFast
 
 _LIBRARY_ONLY = (
     "text_pair", "is_split_into_words", "return_offsets_mapping", "return_overflowing_tokens",
@@ -23,7 +18,7 @@ _LIBRARY_ONLY = (
 """Arguments that only the library `tokenizers` can answer."""
 
 
-class TransformersTokenizer(_Base):
+class TransformersTokenizer(PreTrainedTokenizerFast):
     """What transformers asks of a tokenizer; texts and tokens follow the rules that its library does not have.
 
     Args:
@@ -32,11 +27,17 @@ class TransformersTokenizer(_Base):
     """
 
     def __init__(self, *, rules: TextRules, **named: Any) -> None:
-        super().__init__(**named)
+        begin: Any = super().__init__
+        begin(**named)
         self._rules = rules
 
     @override
-    def _encode_plus(
+    def _encode_plus(self, *given: Any, **named: Any) -> Any:
+        if self._rules.wholes is None:  # the library has the same tokens
+            return super()._encode_plus(*given, **named)
+        return self._encode_by_rules(*given, **named)
+
+    def _encode_by_rules(
         self,
         text: str | Sequence[str],
         text_pair: Any = None,
@@ -52,22 +53,7 @@ class TransformersTokenizer(_Base):
         return_length: bool = False,
         **more: Any,
     ) -> Any:
-        if self._rules.wholes is None:  # the library has the same tokens
-            return super()._encode_plus(
-                text,
-                text_pair,
-                add_special_tokens=add_special_tokens,
-                padding_strategy=padding_strategy,
-                truncation_strategy=truncation_strategy,
-                max_length=max_length,
-                pad_to_multiple_of=pad_to_multiple_of,
-                padding_side=padding_side,
-                return_tensors=return_tensors,
-                return_token_type_ids=return_token_type_ids,
-                return_attention_mask=return_attention_mask,
-                return_length=return_length,
-                **more,
-            )
+        """As transformers' method, whose arguments these are."""
         asked = [name for name in _LIBRARY_ONLY if {"text_pair": text_pair, **more}.get(name)]
         if asked:
             raise UserError(
@@ -80,7 +66,7 @@ class TransformersTokenizer(_Base):
         rows = [
             self._row(each, cut, special=add_special_tokens) for each in ([text] if isinstance(text, str) else text)
         ]
-        made = {"input_ids": rows}
+        made: dict[str, Any] = {"input_ids": rows}
         if return_token_type_ids or (return_token_type_ids is None and "token_type_ids" in self.model_input_names):
             made["token_type_ids"] = [[0] * len(row) for row in rows]
         if return_length:
@@ -111,19 +97,22 @@ class TransformersTokenizer(_Base):
         return [*begin, *ids, *end]
 
     @override
-    def tokenize(self, text: str, pair: str | None = None, add_special_tokens: bool = False, **more: Any) -> list[str]:
+    def tokenize(self, *given: Any, **named: Any) -> list[str]:
         if self._rules.wholes is None:
-            return list(super().tokenize(text, pair, add_special_tokens=add_special_tokens, **more))
-        ids = self._encode_plus(text, pair, add_special_tokens=add_special_tokens, **more)["input_ids"]
-        return list(self.convert_ids_to_tokens(ids))
+            return list(super().tokenize(*given, **named))
+        found = self._encode_by_rules(*given, **{"add_special_tokens": False, **named})
+        return list(self.convert_ids_to_tokens(found["input_ids"]))
 
     @override
-    def _decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
+    def _decode(self, *given: Any, **named: Any) -> str:
+        return self._text(*given, **named)
+
+    def _text(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
         ids = token_ids["input_ids"] if isinstance(token_ids, dict) else token_ids
         return self._rules.text([ids] if isinstance(ids, int) else ids, skip=skip_special_tokens)
 
     @override
-    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> Any:
+    def save_pretrained(self, *given: Any, **named: Any) -> Any:
         """Save what the library can express, as transformers' own class.
 
         Raises:
@@ -134,6 +123,7 @@ class TransformersTokenizer(_Base):
                 "the tokenizer of this .gguf file has rules that transformers cannot save: expected one whose tokens "
                 "the library `tokenizers` makes, too (take that of the model's own directory or hub id)"
             )
-        plain: Any = PreTrainedTokenizerFast(tokenizer_object=self.backend_tokenizer, **self.special_tokens_map)
+        kind: Any = PreTrainedTokenizerFast
+        plain = kind(tokenizer_object=self.backend_tokenizer, **self.special_tokens_map)
         plain.chat_template, plain.model_max_length = self.chat_template, self.model_max_length
-        return plain.save_pretrained(save_directory, *args, **options)
+        return plain.save_pretrained(*given, **named)
