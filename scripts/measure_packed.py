@@ -100,6 +100,7 @@ def write(folder: Path, method: str, shape: str) -> None:
         fields |= {"zero_point": True}
     if fields["quant_method"] == "compressed-tensors":
         fields |= {"quantization_status": "compressed", "ignore": ["lm_head"]}
+        fields["config_groups"]["group_0"]["targets"] = ["Linear"]
     if method == "nf4":
         fields |= {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
     written = {**config.to_dict(), "quantization_config": fields}
