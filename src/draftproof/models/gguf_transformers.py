@@ -125,5 +125,6 @@ class TransformersTokenizer(PreTrainedTokenizerFast):
             )
         kind: Any = PreTrainedTokenizerFast
         plain = kind(tokenizer_object=self.backend_tokenizer, **self.special_tokens_map)
-        plain.chat_template, plain.model_max_length = self.chat_template, self.model_max_length
+        plain.chat_template = self.chat_template
+        plain.model_max_length = self.model_max_length
         return plain.save_pretrained(*given, **named)
