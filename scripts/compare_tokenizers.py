@@ -4,8 +4,8 @@
     python scripts/compare_tokenizers.py --files GGUF ... [--out OUT]
 
 For each name in the table of `draftproof.models.gguf` it writes a GGUF file with random weights, whose metadata names
-that pre-tokenizer, and has the same strings split by llama.cpp (the wheel xllamacpp, which must be importable) and by
-`draftproof.backends.loading.gguf_tokenizer`. It prints how many strings differ, and the first of them with both splits.
+that pre-tokenizer, and has the same strings split by llama.cpp (the package llama-cpp-python, which must be importable)
+and by draftproof. It prints how many strings differ, and the first of them with both splits.
 Exits with 1 if any string differs.
 
 The vocabulary is made for this: merges are learnt without a pre-tokenizer on all pieces of all names and on each two
@@ -14,9 +14,9 @@ that no merges make show which names take a word that is a token without looking
 tokens and merges are those of a file instead; many wrong splits do not show then. With `--characters` the strings are
 the characters of all Unicode, each after nine others, and merges join a character's first byte with the one before it.
 
-With `--files` whole tokenizers are compared (`compare_vocabularies.py`; it needs the package llama-cpp-python): tokens
-of texts with and without those at both ends, and texts of token ids, at once and token by token. Files may have a
-vocabulary alone, as those in llama.cpp's folder `models` do.
+With `--files` whole tokenizers are compared (`compare_vocabularies.py`): tokens of texts with and without those at both
+ends, and texts of token ids, at once and token by token. Files may have a vocabulary alone, as those in llama.cpp's
+folder `models` do.
 
 `--freeze` writes the pieces that llama.cpp makes of some strings, which tests/models/test_gguf.py holds, if no string
 differs.
@@ -25,11 +25,9 @@ differs.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import itertools
 import json
 import random
-import subprocess
 import sys
 import tempfile
 import unicodedata
@@ -39,10 +37,11 @@ from pathlib import Path
 from typing import Any
 
 import compare_vocabularies
-import httpx
+import llama_cpp_tokens
 import numpy as np
 from common import say
 from gguf import GGUFWriter, TokenType
+from llama_cpp_tokens import Question
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -56,23 +55,11 @@ BYTES = {letter: byte for byte, letter in LETTERS.items()}
 END = "<|end|>"
 WHOLE = ("wholly", " wholly", " \u4e2d\u6587wholly")  # made tokens without merges
 WIDTH = 32  # of the model with random weights
-SECONDS = 60.0  # until llama.cpp has read a file
 BEFORE = ("a", "A", "1", "!", " ", "\n", "\u4e00", "\u00e9", "\u0301")  # what `--characters` puts before each
 LARGE = (
     (0x3400, 0x9FFF), (0xAC00, 0xD7A3), (0x12000, 0x146FF), (0x17000, 0x18CFF), (0x20000, 0x31FFF),
 )  # fmt: skip
 FROZEN = 80  # strings that `--freeze` writes
-SERVER = """
-import os, sys, xllamacpp
-params = xllamacpp.CommonParams()
-params.model.path = sys.argv[1]
-params.n_ctx, params.warmup, params.fit_params, params.verbosity = 64, False, False, -1
-params.cpuparams.n_threads = 1
-server = xllamacpp.Server(params)
-print(server.listening_address, flush=True)
-sys.stdin.read()
-os._exit(0)  # the server's destructor can wait for ever
-"""
 
 PARTS: dict[str, tuple[str, ...]] = {
     "words": (
@@ -255,26 +242,10 @@ def write_model(path: Path, pre: str, vocabulary: Vocabulary) -> None:
     writer.close()
 
 
-def theirs(path: Path, texts: Sequence[str]) -> list[list[int]] | None:
-    """The tokens of llama.cpp, last those of the first text with special tokens; None where it refuses the file."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(path)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    assert child.stdout is not None
-    try:
-        address = child.stdout.readline().strip()
-        if not address:
-            return None
-        found = []
-        with httpx.Client(timeout=SECONDS) as client:
-            for text, special in [*((text, False) for text in texts), (texts[0], True)]:
-                asked = {"content": text, "add_special": special, "parse_special": False}
-                found.append(client.post(f"{address}/tokenize", json=asked).raise_for_status().json()["tokens"])
-        return found
-    finally:
-        child.kill()
-        child.wait()
+def theirs(path: Path, texts: Sequence[str]) -> tuple[str, list[list[int]]] | None:
+    """The build of llama.cpp and its tokens, last those of the first text with special tokens; None: no such file."""
+    found = llama_cpp_tokens.ask(Question(str(path), texts, texts[:1]))
+    return None if found is None else (found.build, [*found.texts, *found.special])
 
 
 def ours(path: Path, texts: Sequence[str]) -> list[list[int]]:
@@ -295,12 +266,13 @@ def compare(name: str, texts: Sequence[str], vocabulary: Vocabulary, folder: Pat
     """How many strings differ, the first of them with both splits, and llama.cpp's pieces of all."""
     path = folder / "model.gguf"
     write_model(path, name, vocabulary)
-    right = theirs(path, texts)
-    if right is None:
+    asked = theirs(path, texts)
+    if asked is None:
         return {"name": name, "differ": len(texts), "refused": True}
+    build, right = asked
     found = ours(path, texts)
     wrong = [at for at in range(len(right)) if right[at] != found[at]]
-    made: dict[str, Any] = {"name": name, "differ": len(wrong)}
+    made: dict[str, Any] = {"name": name, "build": build, "differ": len(wrong)}
     if wrong:
         splits = {"llama.cpp": shown(right[wrong[0]], vocabulary), "draftproof": shown(found[wrong[0]], vocabulary)}
         made["first"] = {"text": [*texts, texts[0]][wrong[0]], **splits}
@@ -333,7 +305,7 @@ def frozen(found: Sequence[dict[str, Any]], texts: Sequence[str]) -> dict[str, A
         splits.append([{"pieces": json.loads(way), "groups": of} for way, of in ways.items()])
     whole = texts.index(WHOLE[1])
     return {
-        "made_by": made_by(),
+        "made_by": found[0]["build"],
         "groups": [[each["name"] for each in group] for group in groups.values()],
         "whole_words": [each["name"] for each in found if len(each["pieces"][whole]) == 1],
         "bos": [each["name"] for each in found if each["bos"]],
@@ -344,11 +316,6 @@ def frozen(found: Sequence[dict[str, Any]], texts: Sequence[str]) -> dict[str, A
 def _whole(text: str) -> bool:
     """Whether a text holds one of the tokens that no merges make, whose tokens are no pieces."""
     return any(word.strip() in text for word in WHOLE)
-
-
-def made_by() -> str:
-    """The build of llama.cpp."""
-    return f"llama.cpp in xllamacpp {importlib.metadata.version('xllamacpp')}"
 
 
 def _parsed() -> argparse.Namespace:
@@ -390,7 +357,7 @@ def main() -> int:
         vocabulary = Vocabulary.learnt(sorted(words))
     else:
         vocabulary = Vocabulary.of(options.vocabulary)
-    say(options, f"{len(texts)} strings, {len(vocabulary.tokens)} tokens, {made_by()}")
+    say(options, f"{len(texts)} strings, {len(vocabulary.tokens)} tokens")
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
@@ -399,7 +366,7 @@ def main() -> int:
                 print(line(found[-1]), flush=True)
     if options.json:
         shorter = [{key: value for key, value in each.items() if key != "pieces"} for each in found]
-        print(json.dumps({"llama.cpp": made_by(), "names": shorter}))
+        print(json.dumps({"names": shorter}))
     differ = any(each["differ"] for each in found)
     if options.freeze is not None and not differ:
         with whole_file(options.freeze) as path:

@@ -53,6 +53,8 @@ def ask(question: Question) -> Answer | None:
     if done.returncode:
         if "No module named" in done.stderr:
             raise SystemExit(f"{done.stderr.strip().splitlines()[-1]}: expected llama-cpp-python (pip install it)")
+        if "Traceback" in done.stderr:  # not a file that it refuses, but bindings that do not work
+            raise SystemExit(done.stderr.strip().splitlines()[-1])
         return None
     found = json.loads(done.stdout)
     return Answer(**{**found, "pieces": {int(token): piece for token, piece in found["pieces"].items()}})

@@ -432,8 +432,9 @@ class Worker:
         changed: dict[str, str | None] = {**os.environ, **(environment or {})}
         kept = {name: value for name, value in changed.items() if value is not None}
         pipe = subprocess.PIPE
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=kept, start_new_session=True
+            command, stdin=pipe, stdout=pipe, stderr=self._said, text=True, env=kept, start_new_session=True
         )
         self.first = self._line()
 
@@ -441,7 +442,9 @@ class Worker:
         assert self._process.stdout is not None, "piped"
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"an engine ended with code {self._process.wait()}")
+            code = self._process.wait()
+            self._said.seek(0)
+            raise SystemExit(f"an engine ended with code {code}:\n{self._said.read().decode(errors='replace')[-2000:]}")
         return line
 
     def peak(self) -> int:

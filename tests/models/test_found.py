@@ -228,6 +228,19 @@ def test_models_of_ollama(home):
             resolve_file(f"ollama:{name}")
 
 
+def test_a_name_of_ollama_without_its_prefix_is_recognised(home):
+    in_ollama(home)
+    in_ollama(home, "library/mistral/latest", "sha256:34")
+    with pytest.raises(
+        UserError, match=r"no such file or directory: 'llama3\.2:1b'.*did you mean ollama:llama3\.2:1b\?"
+    ):
+        models.resolve("llama3.2:1b")
+    assert "did you mean ollama:mistral?" in models.nowhere("mistral")
+    with pytest.raises(UserError, match=r"no such file or directory: 'llama3\.2:7b'") as caught:
+        models.resolve("llama3.2:7b")
+    assert "did you mean" not in str(caught.value)
+
+
 def test_what_is_on_this_disk(home):
     blob = in_ollama(home)
     (first, *_) = in_hub(home, *FILES[2:4])

@@ -66,14 +66,36 @@ def test_a_model_in_several_files(tmp_path):
         GGUFFile(first)
 
 
+def test_a_part_of_a_model_under_another_name_is_refused(tmp_path):
+    tensors = [(f"t{number}", np.full((4, 4), number, np.float32)) for number in range(3)]
+    write(tmp_path / "x.gguf", tensors, split_max_tensors=1)
+    alone = tmp_path / "alone.gguf"
+    alone.write_bytes((tmp_path / "x-00001-of-00003.gguf").read_bytes())
+    with pytest.raises(UserError, match=r"alone\.gguf is a part of a model in 3 files: .* MODEL-00001-of-00003\.gguf"):
+        GGUFFile(alone)
+
+
+def test_parts_of_different_models_are_refused(tmp_path):
+    for name, count in (("x", 3), ("y", 6)):
+        tensors = [(f"{name}{number}", np.full((4, 4), number, np.float32)) for number in range(count)]
+        write(tmp_path / f"{name}.gguf", tensors, split_max_tensors=count // 3)
+    (tmp_path / "y-00002-of-00003.gguf").replace(tmp_path / "x-00002-of-00003.gguf")
+    with pytest.raises(UserError, match=r"have 4 tensors: expected 3 \(take all files from the same conversion"):
+        GGUFFile(tmp_path / "x-00001-of-00003.gguf")
+
+
 def test_a_file_that_is_cut_short_anywhere_is_refused(path, tmp_path):
     content, tensors = path.read_bytes(), GGUFFile(path).tensors.values()
     end = max(entry.offset + entry.nbytes for entry in tensors)
     for size in (0, 3, 23, *range(24, end, 7), end - 1):
         cut = tmp_path / "cut.gguf"
         cut.write_bytes(content[:size])
-        with pytest.raises(UserError, match=r"cannot read .*cut\.gguf .*is it a whole GGUF file"):
+        with pytest.raises(UserError, match=r"cannot read .*cut\.gguf .*is it a whole GGUF file") as caught:
             GGUFFile(cut)
+        assert "mmap" not in str(caught.value)
+        assert size >= 24 or ("it is empty" if not size else "it begins with" if size < 4 else f"{size} bytes") in str(
+            caught.value
+        )
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path, path):

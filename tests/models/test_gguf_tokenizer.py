@@ -352,6 +352,26 @@ def test_token_ids_get_the_text_of_llama_cpp(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", FROZEN)
+def test_the_form_of_transformers_has_the_same(name, tmp_path):
+    """Its library alone has others: see the next test."""
+    theirs = read_file_tokenizer(frozen_file(tmp_path, name)).for_transformers()
+    assert isinstance(theirs, transformers.PreTrainedTokenizerBase)
+    pairs = FROZEN[name]["tokens"]
+    for text, ids in pairs:
+        assert tokens_of(theirs, text, special=False) == theirs.encode(text, add_special_tokens=False) == ids, text
+        assert theirs.tokenize(text) == theirs.convert_ids_to_tokens(ids)
+    for text, ids in FROZEN[name]["with_ends"]:
+        assert tokens_of(theirs, text, special=True) == ids, text
+    texts = [text for text, _ in pairs]
+    assert theirs(texts, add_special_tokens=False)["input_ids"] == [ids for _, ids in pairs]
+    for ids, *shown in FROZEN[name]["texts"]:
+        for skip, right in zip((False, True), shown, strict=True):
+            text = right.removeprefix(" ") if theirs._rules.prefixed else right
+            assert theirs.decode(ids, skip_special_tokens=skip) == text
+            assert theirs.batch_decode([ids, ids], skip_special_tokens=skip) == [text, text]
+
+
+@pytest.mark.parametrize("name", FROZEN)
 def test_the_library_alone_has_others(name, tmp_path):
     """The strings and rows show a tokenizer that has no rules of its own."""
     library = read_file_tokenizer(frozen_file(tmp_path, name)).tokenizer
@@ -383,3 +403,48 @@ def test_a_chat_begins_with_bos_once_where_texts_do(template, bos, tmp_path):
     assert text.startswith("<s>") == written_bos
     assert ids.count(1) == (bos or written_bos)
     assert ids[0] == 1 or not (bos or written_bos)
+
+
+# --- what transformers may ask beyond the tokens of a text ------------------------------------------------------------
+
+RULED = next(name for name in FROZEN if FROZEN[name]["metadata"].get("model", "gpt2") == "gpt2")
+
+
+def ruled(folder):
+    """A tokenizer of transformers whose tokens its library does not find alone."""
+    made = read_file_tokenizer(frozen_file(folder, RULED)).for_transformers()
+    assert made._rules.wholes is not None
+    return made
+
+
+def test_a_batch_is_padded_and_cut_as_by_transformers(tmp_path):
+    tokenizer = ruled(tmp_path)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+    whole = tokenizer(["a b c d", "a"])
+    sizes = [len(row) for row in whole["input_ids"]]
+    assert sizes[0] > sizes[1] >= 1
+    found = tokenizer(["a b c d", "a"], padding=True, return_tensors="pt", padding_side="left")
+    assert found["input_ids"].shape == found["attention_mask"].shape == (2, sizes[0])
+    assert found["attention_mask"].sum(1).tolist() == sizes
+    assert found["input_ids"][1, -sizes[1] :].tolist() == whole["input_ids"][1]
+    short = tokenizer("a b c d", truncation=True, max_length=3, return_length=True)
+    assert short["input_ids"] == whole["input_ids"][0][:3]
+    assert short["length"] == 3
+    tokenizer.truncation_side = "left"
+    begin, *_, third, last = whole["input_ids"][0]
+    assert begin == tokenizer.bos_token_id
+    assert tokenizer("a b c d", truncation=True, max_length=3)["input_ids"] == [begin, third, last]
+
+
+@pytest.mark.parametrize("asked", [
+    {"return_offsets_mapping": True}, {"text_pair": "b"}, {"return_overflowing_tokens": True},
+])  # fmt: skip
+def test_what_only_the_library_can_say_is_an_error(asked, tmp_path):
+    with pytest.raises(UserError, match=rf"expected texts alone, got {next(iter(asked))} \(take the tokenizer of"):
+        ruled(tmp_path)("a", **asked)
+
+
+def test_rules_that_cannot_be_saved_are_an_error(tmp_path):
+    with pytest.raises(UserError, match=r"rules that transformers cannot save: expected .* \(take that of the model's"):
+        ruled(tmp_path).save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -16,7 +16,14 @@ from draftproof import files
 from draftproof.embedded import draft_dir, fast_draft_dir, stories_draft_dir, stories_target_dir, target_dir
 from draftproof.errors import UserError, reason
 from draftproof.models.download import Packaged, Progress, Report, fetch, refuse_without_gguf
-from draftproof.models.found import hub_has_no_address, is_file_name, is_kept, obtain_file, resolve_file
+from draftproof.models.found import (
+    hub_has_no_address,
+    is_file_name,
+    is_kept,
+    name_in_ollama,
+    obtain_file,
+    resolve_file,
+)
 from draftproof.models.layers import PROVENANCE, write_truncated
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -160,9 +167,11 @@ def _existing(name: str) -> str:
         return str(path)
     if _HUB_ID.fullmatch(name) and path.suffix not in {".gguf", ".safetensors"}:
         return name
+    held = name_in_ollama(name)
+    hint = f" (did you mean {held}?)" if held else ""
     raise UserError(
         f"no such file or directory: {name!r}; expected a directory, a .gguf file, a hub id "
-        f"or one of {', '.join((*EMBEDDED, *REGISTRY))}"
+        f"or one of {', '.join((*EMBEDDED, *REGISTRY))}{hint}"
     )
 
 
@@ -208,7 +217,7 @@ def refuse_unreachable(source: str) -> None:
 
 def nowhere(name: str) -> str:
     """What is said of a model that is neither here nor to be had."""
-    near = difflib.get_close_matches(name, REGISTRY, 1)
+    near = [held] if (held := name_in_ollama(name)) else difflib.get_close_matches(name, REGISTRY, 1)
     hint = f"did you mean {near[0]}?" if near else "expected a name of `draftproof models list`, a hub id, or a path"
     return (
         "no such model is on this machine, and the hub cannot be reached or may not be asked (--offline, "

@@ -117,6 +117,12 @@ def is_kept(repository: str) -> bool:
     return bool(_snapshots(repository))
 
 
+def name_in_ollama(name: str) -> str | None:
+    """The name that options take of a model which is called `name` in Ollama; None where Ollama has none here."""
+    named = f"{OLLAMA}{name}"
+    return named if (name if ":" in name else f"{name}:latest") in _manifests() else None
+
+
 def found_files() -> list[FoundFile]:
     """The GGUF files that Ollama, LM Studio and the hub's cache hold here."""
     return [*_found_of_ollama(), *_found_of_lm_studio(), *_found_of_hub()]
@@ -254,8 +260,9 @@ def _manifests() -> dict[str, Path]:
 def _of_ollama(name: str) -> Path:
     manifests, full = _manifests(), name if ":" in name else f"{name}:latest"
     if full not in manifests:
+        whole = sorted(each for each, manifest in manifests.items() if _blob(manifest) is not None)
         raise UserError(
-            f"models of Ollama in {_ollama_folder()}: expected {full!r}, found {', '.join(sorted(manifests)) or 'none'}"
+            f"models of Ollama in {_ollama_folder()}: expected {full!r}, found {', '.join(whole) or 'none'}"
         )
     path = _blob(manifests[full])
     if path is None:

@@ -87,10 +87,10 @@ _CHINESE = r"[\u4e00-\u9fa5\u3040-\u30ff]+"
 _ASCII_SIGNS = r"[!-/:-@\[-`{-~]"
 
 
-def _deepseek3(no_word: str) -> str:
+def _deepseek3(no_word: str = "", *, ends: str = r"[\r\n]*", blanks: str = _BLANKS) -> str:
     """The last expression of DeepSeek V3: words of letters and marks, after an ASCII sign of letters alone."""
     words = rf"{_ASCII_SIGNS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}{no_word}]?{_MARKED}"
-    return rf"{words}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANKS}"
+    return rf"{words}| ?[\p{{P}}\p{{S}}]+{ends}|{blanks}"
 
 
 # Scripts without blanks between words, as Trinity (afmoe) takes them apart.
@@ -160,8 +160,9 @@ KNOWN = {
     ),
     "deepseek-coder": _known(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CHINESE, r"\p{N}"),
     **dict.fromkeys(
-        ("deepseek-v3", "hunyuan-dense", "joyai-llm"), _known(r"\p{N}{1,3}", _CHINESE, _deepseek3(""))
+        ("deepseek-v3", "hunyuan-dense", "hy_v4", "joyai-llm"), _known(r"\p{N}{1,3}", _CHINESE, _deepseek3())
     ),
+    "spark2_5": _known(r"\p{N}", _CHINESE, _deepseek3(ends="", blanks=r"[\r\n]|\s+(?!\S)|\s+")),
     "afmoe": _known(r"(?<=\p{N})(?=(?:\p{N}{3})*(?!\p{N}))", _WITHOUT_BLANKS, _deepseek3(r"\p{N}")),
     "falcon": _known(_FALCON, _GPT2, _ASCII_THREES),
     "default": _known(_FALCON.replace("`", ""), _GPT2, r"\p{N}+", _ASCII_THREES),

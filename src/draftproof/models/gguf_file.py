@@ -24,6 +24,7 @@ from draftproof.errors import UserError, reason
 from draftproof.native.ggml import TYPES
 
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
+_START = 24  # bytes before the metadata
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _NUMBERS = {
     0: "<u1",
@@ -110,6 +111,22 @@ class GGUFFile:
             if not number:
                 self.metadata = metadata
             self.tensors |= tensors
+        self._refuse_parts_of_others(len(_parts(path)))
+
+    def _refuse_parts_of_others(self, parts: int) -> None:
+        """Refuse a part of a model that is not named as one, and parts of different models."""
+        count = int(self.get("split.count") or 1)
+        if count > 1 and count != parts:
+            raise UserError(
+                f"{self.path} is a part of a model in {count} files: expected all of them in one directory, with names "
+                f"such as MODEL-00001-of-{count:05}.gguf, got a name for {parts} (rename them, and name the first one)"
+            )
+        tensors = self.get("split.tensors.count")
+        if count > 1 and tensors is not None and int(tensors) != len(self.tensors):
+            raise UserError(
+                f"{self.path} and the files beside it have {len(self.tensors)} tensors: expected {int(tensors)} (take "
+                "all files from the same conversion of the model)"
+            )
 
     @property
     def read_for_a_token(self) -> list[TensorEntry]:
@@ -165,13 +182,19 @@ def _parts(path: Path) -> list[Path]:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+    if path.is_file() and not path.stat().st_size:
+        raise ValueError("it is empty")
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch takes no memory that cannot be written
     cursor = _Cursor(content)
-    magic, version, tensors, count = struct.unpack_from("<4sIQQ", content)
-    if magic != _MAGIC or version not in _VERSIONS:
-        raise ValueError(f"it begins with {magic!r}, version {version}")
-    cursor.at = 24
+    if content[:4] != _MAGIC:
+        raise ValueError(f"it begins with {content[:4]!r}")
+    if len(content) < _START:
+        raise ValueError(f"it has {len(content)} bytes")
+    _, version, tensors, count = struct.unpack_from("<4sIQQ", content)
+    if version not in _VERSIONS:
+        raise ValueError(f"it begins with {_MAGIC!r}, version {version}")
+    cursor.at = _START
     metadata = {cursor.text(): cursor.value(cursor.number("<u4")) for _ in range(count)}
     table = []
     for _ in range(tensors):

@@ -46,17 +46,10 @@ class FileTokenizer:
     chat_template: str | None  # in Jinja's language; None where there is none
 
     def for_transformers(self) -> Any:
-        """The same as a tokenizer of transformers, which knows none of `rules`.
+        """The same as a tokenizer of transformers."""
+        from draftproof.models.gguf_transformers import TransformersTokenizer
 
-        Its texts differ where bytes are no character, and its tokens in few texts of few files.
-        """
-        from tokenizers import AddedToken
-        from transformers import PreTrainedTokenizerFast
-
-        kind: Any = PreTrainedTokenizerFast
-        if self.rules.lines:
-            self.tokenizer.add_tokens([AddedToken(each, normalized=False) for each in self.rules.lines])
-        made = kind(tokenizer_object=self.tokenizer, **self.special_tokens)
+        made: Any = TransformersTokenizer(tokenizer_object=self.tokenizer, rules=self.rules, **self.special_tokens)
         made.chat_template = self.chat_template
         return made
 

@@ -20,6 +20,7 @@ from draftproof.engine import engine
 from draftproof.models.found import found_checkpoints
 from draftproof.models.gguf_file import GGUFFile
 from draftproof.models.layers import truncated_copy
+from support.gguf_files import write_llama
 from support.gguf_modules import module_model, write_modules
 from support.qwen_mtp import tensors_of, written_with
 from support.vocabularies import renumbered
@@ -211,6 +212,37 @@ def test_without_a_model_that_gains_an_engine_has_no_draft_model(folder, monkeyp
     here = [folder / name for name in ("other", "renumbered", "broken")]
     assert loaded(monkeypatch, *here) == ["embedded:stories"]
     assert "no model on this disk gains as a draft model of embedded:stories" in caplog.text
+
+
+def test_a_file_with_several_names_is_listed_once(folder):
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+        write_llama(folder / name / "x.gguf")
+    (folder / "b" / "x.gguf").unlink()
+    (folder / "b" / "x.gguf").hardlink_to(folder / "a" / "x.gguf")
+    (folder / "b" / "link.gguf").symlink_to(folder / "a" / "x.gguf")
+    target = load("embedded:target")
+    assert [each.name for each in matches(target, [folder]) if each.name.endswith(".gguf")] == [
+        str(folder / "a" / "x.gguf")
+    ]
+    assert not [each for each in matches(load(str(folder / "b" / "link.gguf")), [folder]) if "gguf" in each.name]
+
+
+def test_a_directory_to_search_that_is_not_there_is_an_error(folder):
+    wrong = CliRunner().invoke(app, ["models", "match", "embedded:target", "--in", str(folder / "nowhere")])
+    assert wrong.exit_code == 1
+    assert "expected directories to search for models, got " in wrong.output
+
+
+def test_a_repository_of_gguf_files_as_the_target_says_how_a_file_is_named(folder):
+    kept = folder.parent / "hub" / "models--bob--x-GGUF" / "snapshots" / "1"
+    kept.mkdir(parents=True)
+    write_llama(kept / "x-Q4_K_M.gguf")
+    wrong = CliRunner().invoke(app, ["models", "match", "bob/x-GGUF"])
+    assert wrong.exit_code == 1
+    assert "cannot read the weights of bob/x-GGUF" in wrong.output
+    assert "bob/x-GGUF:Q4_K_M" in wrong.output
+    assert "Errno" not in wrong.output
 
 
 def test_the_command(folder):

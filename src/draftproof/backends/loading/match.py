@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from draftproof.backends.heads.published.mtp_qwen import TYPES as PREDICTING
 from draftproof.backends.loading.gguf_modules import predicts
 from draftproof.backends.loading.load import LoadedModel, load
 from draftproof.backends.loading.tokenization import share_of_text, shared_tokens
-from draftproof.errors import UserError
+from draftproof.errors import UserError, reason
 from draftproof.files import read_object
 from draftproof.models.found import found_checkpoints, found_files, weight_files
 from draftproof.models.gguf_file import GGUFFile, is_gguf
@@ -87,34 +87,60 @@ def find_draft(target: LoadedModel) -> str | None:
     return best.name
 
 
-def matches(target: LoadedModel, folders: Iterable[Path] = ()) -> list[Match]:
+def matches(target: LoadedModel, folders: Collection[Path] = ()) -> list[Match]:
     """What can draft for a target, the smallest first; then those with another vocabulary, then what cannot.
 
     Args:
         target: whose tokenizer is compared; its weights are not read.
         folders: that are searched for .gguf files and directories of models, beside what `found_files` and
             `found_checkpoints` find and the registered models that are here.
+
+    Raises:
+        UserError: the target's weights are not on this disk, or a folder is not.
     """
+    if missing := [str(folder) for folder in folders if not folder.is_dir()]:
+        raise UserError(f"expected directories to search for models, got {', '.join(missing)}")
     held = {each.name: each.path for each in found_checkpoints()}
-    whole = reads(_where(target.name, held))
+    whole = _reads_of_target(_where(target.name, held), target.name)
     names = [name for name in models.REGISTRY if models.pulled(name)]
     names += [each.name for each in found_files()]
     names += held
     for folder in folders:
         names += [str(path) for path in sorted(folder.rglob("*.gguf"))]
         names += [str(path.parent) for path in sorted(folder.rglob("config.json"))]
-    own = _place(target.name, held)
-    others = [name for name in dict.fromkeys(names) if _place(name, held) != own]
+    others = _each_once(names, held, besides=target.name)
     found = [_match(name, target, whole, held) for name in others]
     return sorted(found, key=lambda each: (bool(each.why_not), each.shared is not None, each.nbytes))
 
 
-def _place(name: str, held: Mapping[str, Path]) -> str | None:
-    """Where a model is; None where it is not to be had, of which `_match` says why."""
+def _reads_of_target(where: Path, name: str) -> WeightReads:
+    """What a target reads, which others are compared with."""
     try:
-        return str(_where(name, held))
-    except UserError:
-        return None
+        return reads(where)
+    except (OSError, KeyError, ValueError) as cause:
+        why = "" if isinstance(cause, FileNotFoundError) else f" ({reason(cause)})"
+        raise UserError(
+            f"cannot read the weights of {name}{why}: expected a .gguf file, or a directory or hub id that is on this "
+            f"disk with config.json and safetensors{models.about_kinds(name)}"
+        ) from cause
+
+
+def _each_once(names: Iterable[str], held: Mapping[str, Path], *, besides: str) -> list[str]:
+    """The first name of each model; programs link to files, and one file may have several names."""
+    found: dict[object, str] = {}
+    for name in names:
+        found.setdefault(_place(name, held), name)
+    own = _place(besides, held)
+    return [name for place, name in found.items() if place != own]
+
+
+def _place(name: str, held: Mapping[str, Path]) -> object:
+    """Equal for names of one file or directory; the name where it is not to be had, of which `_match` says why."""
+    try:
+        status = _where(name, held).stat()
+    except (UserError, OSError):
+        return name
+    return status.st_dev, status.st_ino
 
 
 def _where(name: str, held: Mapping[str, Path]) -> Path:
