@@ -116,7 +116,7 @@ def test_levels_that_widen_products_give_the_same_bits(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.builds
-@pytest.mark.parametrize("name", [WIDENED[0], "x86-64-v4-amx"])
+@pytest.mark.parametrize("name", [WIDENED[0], "x86-64-v3", "x86-64-v4-amx"])
 def test_products_without_memory_for_rows(name, monkeypatch, tmp_path):
     """The sums are the same bits where nothing can be allocated."""
     if name not in LEVELS:

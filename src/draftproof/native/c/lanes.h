@@ -36,7 +36,8 @@
 #define WITH_AMX
 #endif
 
-#if defined(WITH_AVX512) && (defined(WIDE_PRODUCTS) || !defined(WITH_BF16))
+#if defined(WITH_AVX512) ? defined(WIDE_PRODUCTS) || !defined(WITH_BF16) \
+                         : defined(WITH_AVX2) || (defined(WITH_NEON) && !defined(WITH_BF16))
 #define WITH_WIDE /* products of bfloat16 numbers are made of float32 ones */
 #endif
 

@@ -5,6 +5,7 @@ enum {
   TILE_ROWS_OF_TWO = 12,  /* the same with two blocks */
   TILE_ROWS_OF_THREE = 8, /* the same with three */
   TILE_ROWS_OF_FOUR = 6,  /* the same with four */
+  NARROW_ROWS = 0,        /* rows of bfloat16 that are not widened first (wide_products.h) */
   QUANTIZED_ROWS = 8,     /* rows that a quantized weight multiplies at once */
   QUANTIZED_BLOCKS = 4,   /* blocks of quantized weights beside one another, for one row */
   ONE_SUM = 0,            /* whether several rows have one sum for each output, for want of registers */

@@ -47,6 +47,33 @@ static void NAME(quantize_row)(const ELEM *x, long ins, const quantized_inputs *
   }
 }
 
+/* Products of a group's lines from `start` to `stop`, of which `here` are the first one's inputs, and those of the line behind
+   them. They are added to `dots`; of 8 bits to `total`. */
+INLINE const int8_t *NAME(add_lines)(const uint8_t *body, long next, long ahead, const int near, const int8_t *here,
+                                     long places, long start, long stop, const int rows, const int blocks, const int bits,
+                                     const int chains, units (*total)[QUANTIZED_BLOCKS],
+                                     units (*dots)[QUANTIZED_BLOCKS][2]) {
+  for (long line = start; line < stop; line += 64, here += 32 / bits)
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++) {
+      const units numbers = load_units(body + b * next + line);
+      fetch_ahead(body + b * next + line + ahead, near);
+#pragma GCC unroll 4
+      for (int i = 0; i < 8 / bits; i++) {
+        const units weights = quantized_unit(numbers, bits, i);
+#pragma GCC unroll 8
+        for (int m = 0; m < rows; m++) {
+          const units input = splat_unit(here + m * places + 4 * i);
+          if (bits == 8)
+            total[m][b] = add_byte_dot(total[m][b], weights, input);
+          else
+            dots[m][b][i % chains] = add_dot(dots[m][b][i % chains], weights, input);
+        }
+      }
+    }
+  return here;
+}
+
 /* Some rows' outputs of neighbouring blocks; memory is read faster in more places at once. */
 INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, long block, const int rows,
                                  const int blocks, const int bits) {
@@ -69,46 +96,42 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
     const long left = start + next - body - size;
     const long ahead = near ? ahead_of(left, (blocks - 1) * next) : ahead_of_blocks(left, next, blocks);
     units total[QUANTIZED_ROWS][QUANTIZED_BLOCKS], dots[QUANTIZED_ROWS][QUANTIZED_BLOCKS][2];
-#pragma GCC unroll 8
-    for (int m = 0; m < rows; m++)
-#pragma GCC unroll 4
-      for (int b = 0; b < blocks; b++)
-        total[m][b] = bits == 8 && BYTE_OFFSET ? splat_unit(p->inputs.starts + (row + m) * p->groups + g) : no_units();
     const int8_t *here = x + g * p->group;
-    for (long stop = part; stop <= size; stop += part) {
+    if (HALVES && bits < 8 && part == size) { /* nothing to add these sums to */
 #pragma GCC unroll 8
       for (int m = 0; m < rows; m++)
 #pragma GCC unroll 4
-        for (int b = 0; b < blocks; b++) {
-          dots[m][b][0] = opened_dots(total[m][b]);
-          dots[m][b][1] = no_units();
-        }
-      for (long line = stop - part; line < stop; line += 64, here += 32 / bits)
-#pragma GCC unroll 4
-        for (int b = 0; b < blocks; b++) {
-          const units numbers = load_units(body + b * next + line);
-          fetch_ahead(body + b * next + line + ahead, near);
-#pragma GCC unroll 4
-          for (int i = 0; i < 8 / bits; i++) {
-            const units weights = quantized_unit(numbers, bits, i);
+        for (int b = 0; b < blocks; b++) dots[m][b][0] = no_units();
+      NAME(add_lines)(body, next, ahead, near, here, places, 0, size, rows, blocks, bits, 1, total, dots);
 #pragma GCC unroll 8
-            for (int m = 0; m < rows; m++) {
-              const units input = splat_unit(here + m * places + 4 * i);
-              if (bits == 8)
-                total[m][b] = add_byte_dot(total[m][b], weights, input);
-              else
-                dots[m][b][i % chains] = add_dot(dots[m][b][i % chains], weights, input);
-            }
-          }
-        }
-      if (bits < 8)
+      for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+        for (int b = 0; b < blocks; b++) total[m][b] = closed_dots(no_units(), dots[m][b][0]);
+    } else {
+#pragma GCC unroll 8
+      for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+        for (int b = 0; b < blocks; b++)
+          total[m][b] = bits == 8 && BYTE_OFFSET ? splat_unit(p->inputs.starts + (row + m) * p->groups + g) : no_units();
+      for (long stop = part; stop <= size; stop += part) {
 #pragma GCC unroll 8
         for (int m = 0; m < rows; m++)
 #pragma GCC unroll 4
           for (int b = 0; b < blocks; b++) {
-            total[m][b] = closed_dots(total[m][b], dots[m][b][0]);
-            if (chains > 1) total[m][b] = add_units(total[m][b], dots[m][b][1]);
+            dots[m][b][0] = opened_dots(total[m][b]);
+            dots[m][b][1] = no_units();
           }
+        here = NAME(add_lines)(body, next, ahead, near, here, places, stop - part, stop, rows, blocks, bits, chains, total,
+                               dots);
+        if (bits < 8)
+#pragma GCC unroll 8
+          for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+            for (int b = 0; b < blocks; b++) {
+              total[m][b] = closed_dots(total[m][b], dots[m][b][0]);
+              if (chains > 1) total[m][b] = add_units(total[m][b], dots[m][b][1]);
+            }
+      }
     }
 #pragma GCC unroll 4
     for (int b = 0; b < blocks; b++) {

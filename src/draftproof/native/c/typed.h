@@ -40,8 +40,6 @@ INLINE void NAME(write)(floats sum, const ELEM *bias, const ELEM *onto, ELEM *y,
 
 #if defined(WITH_AMX) && UNIT == 2
 #include "matrix_unit.h"
-#elif defined(WITH_WIDE) && UNIT == 2
-#include "wide_products.h"
 #else
 
 INLINE void NAME(tile)(const NAME(product) * p, long row, long block, const int rows, const int blocks) {
@@ -84,6 +82,10 @@ INLINE void NAME(tile)(const NAME(product) * p, long row, long block, const int 
       NAME(write)(sum[m][b], p->bias, p->onto, p->y, row + m, p->outs, (block + b) * LANES);
 }
 
+#if defined(WITH_WIDE) && UNIT == 2
+#include "wide_products.h"
+#else
+
 /* A function for each number of rows and blocks, so that sums stay in registers. */
 typedef void (*NAME(tile_fn))(const NAME(product) *, long, long);
 #define TILE(m, b) \
@@ -108,7 +110,8 @@ static void NAME(blocks_of)(const NAME(product) * p, long start, long stop) {
   }
 }
 
-#endif /* WITH_AMX, WITH_WIDE */
+#endif /* WITH_WIDE */
+#endif /* WITH_AMX */
 
 static void NAME(share_product)(void *given) {
   const NAME(product) *p = given;

@@ -1,8 +1,10 @@
 /* Products of bfloat16 rows by float32 multiplications, in place of the dot products of typed.h.
 
    Intel's processors without a free matrix unit multiply pairs of bfloat16 numbers slowly: one such instruction takes as
-   long as four on float32 numbers, which do twice its work. So inputs are widened once, into memory of the thread, and
-   weights after they are loaded, once for all rows of a tile. Sums are those of `add_product_bfloat16`, in its order. */
+   long as four on float32 numbers, which do twice its work. AVX2, and Neon without bf16, have no such instruction. So inputs
+   are widened once, into memory of the thread, and weights after they are loaded, once for all rows of a tile. Sums are
+   those of `add_product_bfloat16`, in its order. With few rows (NARROW_ROWS) nothing would be widened twice, and the tile
+   of typed.h serves. */
 
 enum { WIDE_BYTES = 1 << 20 }; /* of widened rows that are kept near while all weights pass by */
 
@@ -18,6 +20,7 @@ INLINE void tile_of_wide(const product_bfloat16 *p, const float *x, long row, lo
   const long line = LANES * (long)sizeof *w;
   for (long k = 0; k < deep; k += 2) {
     const long ahead = ahead_of((deep - k) * line, (blocks - 1) * deep * line);
+#ifdef WITH_AVX512 /* weights of all blocks at once */
 #pragma GCC unroll 2
     for (int number = 0; number < 2; number++) {
       floats weight[4];
@@ -35,6 +38,20 @@ INLINE void tile_of_wide(const product_bfloat16 *p, const float *x, long row, lo
         for (int b = 0; b < blocks; b++) sum[m][b] = multiply_add(weight[b], input, sum[m][b]);
       }
     }
+#else /* one weight at a time: it has several registers */
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++) {
+      const bfloat16 *at = w + b * deep * LANES + k * LANES;
+      __builtin_prefetch((const char *)at + ahead);
+#pragma GCC unroll 2
+      for (int number = 0; number < 2; number++) {
+        if (PART == 8 && rows > 4) __asm__("" : "+r"(at)); /* loaded again for the second number, as above */
+        const floats weight = one_of_two(load_units(at), number);
+#pragma GCC unroll 12
+        for (int m = 0; m < rows; m++) sum[m][b] = multiply_add(weight, splat(x[m * deep + k + number]), sum[m][b]);
+      }
+    }
+#endif
   }
 #pragma GCC unroll 4
   for (int b = 0; b < blocks; b++)
@@ -47,7 +64,10 @@ INLINE void tile_of_wide(const product_bfloat16 *p, const float *x, long row, lo
 typedef void (*wide_fn)(const product_bfloat16 *, const float *, long, long);
 #define TILE(m, b)                                                                             \
   static void wide_##m##_##b(const product_bfloat16 *p, const float *x, long row, long block) { \
-    tile_of_wide(p, x, row, block, m, b);                                                      \
+    if (m > NARROW_ROWS)                                                                       \
+      tile_of_wide(p, x, row, block, m, b);                                                    \
+    else                                                                                       \
+      tile_bfloat16(p, row, block, m, b);                                                      \
   }
 #define NAMED(m, b) [b][m] = wide_##m##_##b,
 PRODUCT_TILES(TILE)
@@ -85,6 +105,11 @@ static void narrow_blocks_of(const product_bfloat16 *p, long start, long stop) {
 static void blocks_of_bfloat16(const product_bfloat16 *p, long start, long stop) {
   const long tiles = (p->rows + TILE_ROWS - 1) / TILE_ROWS, most = (p->rows + tiles - 1) / tiles;
   const long deep = deep_bfloat16(p->ins);
+  if (most <= NARROW_ROWS) {
+    const float none = 0;
+    wide_blocks_of(p, &none, 0, tiles, tiles, start, stop);
+    return;
+  }
   const long fitting = WIDE_BYTES / (long)sizeof(float) / (most * deep), near = fitting > 1 ? fitting : 1;
   float *wide = malloc((size_t)((near < tiles ? near : tiles) * most * deep) * sizeof *wide);
   if (!wide) {
