@@ -26,7 +26,7 @@ def obtain(*names: str | None, quiet: bool = False) -> None:
 
 
 def first_target(*, quiet: bool = False) -> str:
-    """The target of `generate`, `serve` and `batch` where none is named: a registered model, or the embedded one if that cannot be downloaded."""
+    """The target where none is named: a registered model, or the embedded one if that cannot be downloaded."""
     from draftproof import models
     from draftproof.errors import UserError, reason
 

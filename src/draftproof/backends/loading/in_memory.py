@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,7 +161,7 @@ def pass_counters(model: Any) -> frozenset[Counter]:
     return grown_numbers(before, model_version(model))
 
 
-def without(version: Version, left_out: Set[Counter]) -> Version:
+def without(version: Version, left_out: AbstractSet[Counter]) -> Version:
     """A version without some of its settings."""
     if not left_out:
         return version
