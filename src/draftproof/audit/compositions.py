@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -51,6 +52,7 @@ class Toy(NamedTuple):
     slow: bool = False
 
 
+@functools.cache  # an engine is made for every outcome
 def _head(kind: str) -> Head:
     """A head whose stopper stops in some contexts and continues in others."""
     head = Head(HeadConfig(kind, WIDTH, draft="toy", target="toy", depth=1, reads_draw=kind == "verifier"))
