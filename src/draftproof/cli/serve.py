@@ -47,7 +47,12 @@ def serve(
     """
     if print_config is not None:
         _print_config(print_config, Settings(**server), named_target(engine) or models.FIRST_TARGET)
-        return
+    else:
+        _serve(Settings(**server), engine)
+
+
+def _serve(settings: Settings, engine: dict[str, Any]) -> None:
+    """Bind the socket, load the model, and answer until the process is told to stop."""
     require("serve", "fastapi", "uvicorn", "prometheus_client")
     from draftproof.server.app import Server, make_app
     from draftproof.server.auth import allowed_hosts, read_keys
@@ -55,7 +60,6 @@ def serve(
     from draftproof.server.run import address, bind
     from draftproof.server.run import serve as serve_app
 
-    settings = Settings(**server)
     keys = read_keys(settings.api_key_file)
     listener = bind(settings)
     try:
