@@ -84,18 +84,18 @@ def test_no_test_starts_after_the_time_is_over():
 
 
 def test_the_cases_of_a_function_are_dealt_evenly():
-    names = [f"tests/{file}.py::test[{case}]" for file in "abc" for case in range(23)]
+    names = [f"{file}.py::test[{case}]" for file in "abc" for case in range(23)]
     found = dict(zip(names, slices.parts_of(names, 5), strict=True))
     for file in "abc":
-        counts = Counter(part for name, part in found.items() if name.startswith(f"tests/{file}.py"))
+        counts = Counter(part for name, part in found.items() if name.startswith(f"{file}.py"))
         assert sorted(counts.values()) == [4, 4, 5, 5, 5]
-    more = ["tests/0.py::test", *names, "tests/c.py::test[23]"]
+    more = ["0.py::test", *names, "c.py::test[23]"]
     later = dict(zip(more, slices.parts_of(more, 5), strict=True))
     assert {name: later[name] for name in names} == found, "what is added moves no other test"
 
 
 def test_functions_of_one_case_are_spread():
-    names = [f"tests/a.py::test_{number}" for number in range(200)]
+    names = [f"a.py::test_{number}" for number in range(200)]
     assert all(20 < count < 60 for count in Counter(slices.parts_of(names, 5)).values())
 
 
