@@ -71,7 +71,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def slow(session: nox.Session) -> None:
     """Tests that take minutes or need a real model; arguments go to pytest."""
-    session.run("pytest", "-m", "slow", *session.posargs)
+    session.run("pytest", "-n", "auto", "-m", "slow", *session.posargs)
 
 
 @nox.session

@@ -1,5 +1,6 @@
 """Files that are kept: what another user could have written is not believed, locks empty nothing, losses cost time."""
 
+import errno
 import json
 import os
 import re
@@ -131,6 +132,29 @@ def test_a_home_that_is_a_link_works(home, tmp_path):
     store = Store("things")
     assert store.keep("a", write("1")) == tmp_path / "real" / "things" / "a"
     assert store.text("a") == "1"
+
+
+def test_a_home_that_cannot_be_written_is_said_once(home, tmp_path, monkeypatch, caplog):
+    assert not home.exists()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path / "file" / "home"))
+    for folder in ("things", "others"):
+        assert own_folder(Store(folder).folder) is None
+        assert Store(folder).keep("a", write("1")) is None
+    (said,) = caplog.messages
+    assert re.search(r"things cannot be written \(Not a directory\), so .* set DRAFTPROOF_HOME to a writable", said)
+
+
+def test_what_cannot_be_kept_is_said_once_for_each_reason(home, caplog):
+    def full(path):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    for folder in ("things", "others"):
+        assert Store(folder).keep("a", full) is None
+        assert Store(folder).keep("b", full) is None
+    (said,) = caplog.messages
+    assert str(home / "things") in said
+    assert "(No space left on device)" in said
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o757])

@@ -194,7 +194,7 @@ class Store:
                 work.chmod(mode)
             self._tidy(folder, name)
         except OSError as error:
-            _log.info("%s cannot be kept in %s: %s", name, folder, reason(error))
+            _warn(folder, _not_kept(error))
             return None
         return folder / name
 
@@ -236,16 +236,24 @@ def own_folder(folder: Path) -> Path | None:
             return None
         real.chmod(0o700)
     except (OSError, RuntimeError) as error:
-        _log.info("nothing can be kept in %s: %s", folder, reason(error))
+        _warn(folder, _not_kept(error))
         return None
     return real
+
+
+def _not_kept(error: Exception) -> str:
+    why = getattr(error, "strerror", None) or error  # the file's name is a new one each time
+    return (
+        f"cannot be written ({why}), so every start builds, checks and measures again: set DRAFTPROOF_HOME to a "
+        "writable folder"
+    )
 
 
 _warned: set[tuple[Path, str]] = set()
 
 
 def _warn(path: Path, problem: str) -> None:
-    """Warn once of what several files of one folder have in common."""
+    """Warn once of what several files or folders of one folder have in common."""
     if (path.parent, problem) not in _warned:
         _warned.add((path.parent, problem))
         _log.warning("%s %s", path, problem)

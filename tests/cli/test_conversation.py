@@ -84,8 +84,9 @@ def test_the_next_turn_reads_only_what_is_new(reuse):
     assert second.request.reused == (known if reuse else 0)
 
 
-def test_an_answer_is_as_long_as_the_context_where_nothing_limits_it(engine):
-    assert Conversation(engine, {}).params.max_tokens is None
+def test_an_answer_has_a_limit_unless_none_is_asked_for(engine):
+    assert Conversation(engine, {}).params.max_tokens == 4096
+    assert Conversation(engine, {"max_tokens": None}).params.max_tokens is None
     assert Conversation(engine, {"max_tokens": 5}).params.max_tokens == 5
 
 
@@ -238,7 +239,7 @@ def test_set_reads_a_value_as_the_command_line_does(talk, line, name, value):
     said(talk, line)
     assert getattr(talk.params, name) == value
     said(talk, f"/set {name}")
-    assert getattr(talk.params, name) == getattr(SamplingParams(max_tokens=None), name)
+    assert getattr(talk.params, name) == getattr(SamplingParams(max_tokens=4096), name)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
 from draftproof.audit.compositions import (
     DRAFTERS,
@@ -28,6 +29,7 @@ from draftproof.drafters.model import ModelDrafter
 from draftproof.engine import drafter_parts, stopper_parts
 from draftproof.engine.published_parts import PUBLISHED
 from draftproof.engine.verifier_parts import LOSSY, VERIFIERS
+from draftproof.functional import coupling, trie_block
 from draftproof.rng import CounterRoundRng
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
@@ -175,7 +177,23 @@ LOSSLESS = [
 ]
 
 
+@pytest.fixture
+def remembered_factors(monkeypatch):
+    """K-SEQ's division factors, searched once for equal rows: an enumeration asks for the same ones again and again."""
+    search, known = coupling.kseq_gamma, {}
+
+    def gamma(p, q, k, weight=None, **options):
+        key = tuple(each.numpy().tobytes() if isinstance(each, torch.Tensor) else each for each in (p, q, k, weight))
+        if key not in known:
+            known[key] = search(p, q, k, weight, **options)
+        return known[key].clone()
+
+    for module in (coupling, trie_block):
+        monkeypatch.setattr(module, "kseq_gamma", gamma)
+
+
 @pytest.mark.grid(12)
+@pytest.mark.usefixtures("remembered_factors")
 @pytest.mark.parametrize("made", LOSSLESS)
 def test_output_distribution_of_every_composition(made):
     made.maker()(CounterRoundRng).generate([list(PROMPT)], made.params)  # once with shapes and types checked

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 from support import grids, processor_time, slices
-
-NAMES = [f"tests/test_{name}.py::test[{number}]" for name in "abcde" for number in range(40)]
 
 
 @pytest.mark.parametrize("sizes", [(3, 4), (5, 2, 2), (7,)])
@@ -84,10 +83,51 @@ def test_no_test_starts_after_the_time_is_over():
         slices.pytest_runtest_setup(SimpleNamespace(config=SimpleNamespace(stash=stash)))
 
 
-def test_every_test_is_in_one_slice_and_none_is_much_larger():
-    parts = [[name for name in NAMES if slices.in_slice(name, part, 5)] for part in range(5)]
-    assert sorted(name for part in parts for name in part) == sorted(NAMES)
-    assert all(20 < len(part) < 60 for part in parts)
+def test_the_cases_of_a_function_are_dealt_evenly():
+    names = [f"{file}.py::test[{case}]" for file in "abc" for case in range(23)]
+    found = dict(zip(names, slices.parts_of(names, 5), strict=True))
+    for file in "abc":
+        counts = Counter(part for name, part in found.items() if name.startswith(f"{file}.py"))
+        assert sorted(counts.values()) == [4, 4, 5, 5, 5]
+    more = ["0.py::test", *names, "c.py::test[23]"]
+    later = dict(zip(more, slices.parts_of(more, 5), strict=True))
+    assert {name: later[name] for name in names} == found, "what is added moves no other test"
+
+
+def test_functions_of_one_case_are_spread():
+    names = [f"a.py::test_{number}" for number in range(200)]
+    assert all(20 < count < 60 for count in Counter(slices.parts_of(names, 5)).values())
+
+
+SLICED = """
+import pytest
+
+
+@pytest.mark.parametrize("case", range(9))
+def test(case):
+    pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(9))
+def test_slow(case):
+    pass
+"""
+
+
+def test_every_selected_test_is_in_one_slice(tmp_path):
+    (tmp_path / "test_sliced.py").write_text(SLICED)
+    seen = Counter()
+    for part in range(3):
+        command = [sys.executable, "-m", "pytest", "-p", "support.slices", "-m", "slow", "--co", "-q", "--slice"]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "PYTEST_ADDOPTS": ""}
+        command += [f"{part}/3", "-W", "ignore"]
+        found = subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
+        ).stdout
+        seen.update(line for line in found.splitlines() if "::" in line)
+    assert len(seen) == 9
+    assert set(seen.values()) == {1}
 
 
 def test_slices_are_read():

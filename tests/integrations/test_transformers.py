@@ -493,6 +493,41 @@ def test_engines_are_kept_until_the_weights_change(monkeypatch):
     changed(lambda: None)
 
 
+class Counting(torch.nn.Module):
+    """A part that counts its passes, and can be told to scale what it computes."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part, self.passes, self.scale = part, 0, 1
+
+    def forward(self, given):
+        self.passes += 1
+        return self.part(given) * self.scale
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_module_that_counts_its_passes_does_not_make_an_engine_for_each_call(check, monkeypatch):
+    made, original = [], held.EngineConfig.engine
+
+    def engine(*args, **options):
+        made.append(original(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(held.EngineConfig, "engine", engine)
+    model, draft = model_of(), small()
+    for each in (model, draft):
+        each.model.layers[0].mlp = Counting(each.model.layers[0].mlp).eval()
+    custom = speculative(draft, backend="hf", stopper="fixed:2", check=check)
+    for _ in range(4):
+        expected, found = both(model, custom)
+        assert torch.equal(found, expected)
+    assert len(made) == 1
+    model.model.layers[0].mlp.scale = 2  # a control: a whole number that is a setting
+    expected, found = both(model, custom)
+    assert torch.equal(found, expected)
+    assert len(made) == 2
+
+
 @pytest.mark.parametrize(("options", "kept"), [({}, 3), ({"prefix_reuse": False}, 0), ({"kv_memory": "1MiB"}, 3)])
 def test_what_is_kept_of_earlier_calls(options, kept):
     model, composition = model_of(), speculative(drafter="ngram:4", **options)

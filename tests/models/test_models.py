@@ -30,6 +30,7 @@ from draftproof.embedded import draft_dir, target_dir
 from draftproof.errors import UserError
 from draftproof.models import download
 from draftproof.models.layers import parse_layers, truncated_copy, write_truncated
+from support import commands
 
 PAYLOAD = b"GGUF of a toy"
 TOY = models.Packaged(
@@ -655,6 +656,22 @@ def test_the_first_target_is_pulled_or_replaced_by_an_embedded_one(tmp_path, mon
     monkeypatch.setattr(models, "pulled", lambda name: name == models.FIRST_TARGET)
     assert first_target() == models.FIRST_TARGET
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "batch"])
+def test_commands_have_one_default_target(command, tmp_path, monkeypatch):
+    def asked(**_):
+        raise UserError("the default target")
+
+    monkeypatch.delenv("DRAFTPROOF_TARGET")
+    monkeypatch.setattr(f"draftproof.cli.{command}.first_target", asked)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Once"}\n')
+    words = {
+        "generate": ["Once"],
+        "serve": ["--port", "0"],
+        "batch": ["--in", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out")],
+    }
+    assert "the default target" in commands.call(command, *words[command], code=1).stderr
 
 
 def test_embedded_targets_bring_their_draft_models():

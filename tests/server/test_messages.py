@@ -543,6 +543,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"thinking": {"type": "enabled"}}, "budget_tokens"),
         ({"thinking": {"type": "deep"}}, "expected 'type' to be one of"),
         ({"temperature": -1}, "temperature"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -2}}, "thinking.budget_tokens: expected"),
+        ({"stop_sequences": [""]}, "stop_sequences: expected"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort"),
         ({"messages": [{"role": "user", "content": "x " * 20_000}]}, "prompt is too long: "),
     ],

@@ -430,6 +430,7 @@ CHAT_REFUSED = [
         "messages.0.content",
     ),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"prompt": "x"}, "prompt"),
 ]

@@ -664,6 +664,34 @@ def test_the_command_verifier_is_head_of_kind_sprinter_with_a_warning(tmp_path, 
     assert (job.labels.lam, job.reads_draw) == (0.3, True)
 
 
+def test_a_head_prints_what_says_whether_it_is_of_use(tmp_path, story_file, monkeypatch):
+    rates = {"latency": 0.5, "block_efficiency": 2.0, "discard_rate": 0.1}
+    summary = {
+        "rows": 9,
+        "kl": 0.3,
+        "auc": 0.75,
+        "threshold": 0.4,
+        "chosen": rates,
+        "best_fixed": {"length": 3, **rates},
+    }
+    monkeypatch.setattr("draftproof.cli.train.make_head", lambda *_: summary)
+    given = ["train", "head", *PAIR, "--data", str(story_file), "--out", str(tmp_path / "out"), "--quiet"]
+    assert CliRunner().invoke(app, given).stdout.splitlines() == [
+        "auc: 0.75",
+        "threshold: 0.4",
+        "chosen",
+        "  latency: 0.5",
+        "  block efficiency: 2",
+        "best fixed",
+        "  length: 3",
+        "  latency: 0.5",
+        "  block efficiency: 2",
+        f"written: {tmp_path / 'out'}",
+        f"all figures: {tmp_path / 'out' / 'metrics.json'}",
+    ]
+    assert json.loads(CliRunner().invoke(app, [*given, "--json"]).stdout) == {"path": str(tmp_path / "out"), **summary}
+
+
 @pytest.mark.slow
 def test_a_process_killed_ten_times_ends_with_the_same_files(tmp_path, story_file):
     def command(place):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -51,6 +52,7 @@ class Toy(NamedTuple):
     slow: bool = False
 
 
+@functools.cache  # an engine is made for every outcome
 def _head(kind: str) -> Head:
     """A head whose stopper stops in some contexts and continues in others."""
     head = Head(HeadConfig(kind, WIDTH, draft="toy", target="toy", depth=1, reads_draw=kind == "verifier"))
@@ -326,12 +328,16 @@ def markdown(made: Sequence[Composition]) -> str:
         cells = [_cell([one for one in made if (one.drafter, one.rule) == (drafter, rule)]) for drafter in DRAFTERS]
         lines.append(f"| {rule} | {' | '.join(cells)} |")
     lines += ["", "An example of each message with which the engine refuses a composition:", ""]
+    return "\n".join([*lines, *(f"- {example}" for example in _refusals(made))]) + "\n"
+
+
+def _refusals(made: Sequence[Composition]) -> Iterable[str]:
+    """The first message of each kind with which the engine refuses; those of one kind differ in their names."""
     examples: dict[str, str] = {}
     for one in made:
-        if one.refused:  # messages of one kind differ in their names
-            kind = re.sub(r"(rule|drafter) [\w:.]+", "", one.refused)
-            examples.setdefault(kind, one.refused)
-    return "\n".join([*lines, *(f"- {example}" for example in examples.values())]) + "\n"
+        if one.refused:
+            examples.setdefault(re.sub(r"(rule|drafter) [\w:.]+", "", one.refused), one.refused)
+    return examples.values()
 
 
 def _cell(own: Sequence[Composition]) -> str:

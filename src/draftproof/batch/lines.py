@@ -47,12 +47,14 @@ class OpenAIRows(RowForm):
             raise ApiError(f"url: expected {' or '.join(_ENDPOINTS)}, got {str(url)[:100]!r}", status=404, param="url")
         endpoint = _ENDPOINTS[str(url)]
         given = _body(endpoint.body, row.values.get("body"))
-        body = endpoint.asked(given)
+        with endpoint.own_names():
+            body = endpoint.asked(given)
         refuse_other_model(body.model, self._options.model)
         if body.stream:
             raise ApiError("stream is true: lines of a batch are answered whole, so leave it out", param="stream")
         refuse_stream_options(body)
-        parsed = self._parser.parse(body)
+        with endpoint.own_names():
+            parsed = self._parser.parse(body)
         if body.seed is None and self._options.seed is not None:
             seed = row_seed(self._options.seed, row.id)
             parsed = replace(parsed, params=replace(parsed.params, seed=seed))

@@ -134,6 +134,27 @@ def _measured(
     return BatchTiming(seconds, processor, median(first), total.num_tokens, total.num_target_calls)
 
 
+def _overall(own: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The figures of one setting, from its turns."""
+    counted = [row["times"] for row in rows if not row["warmup"]]
+    calls = [_rate(each[own], "rounds") / _rate(each[PLAIN], "rounds") for each in counted]
+    return [
+        f"{median(_rate(each[PLAIN]) for each in counted):.0f}",
+        f"{median(_rate(each[own]) for each in counted):.0f}",
+        *(speed(_over_plain(own, counted, per)) for per in ("seconds", "processor")),
+        f"{median(calls):.2f}",
+        f"{median(each[PLAIN]['first'] for each in counted):.3f}",
+        speed(geometric_mean([each[own]["first"] / each[PLAIN]["first"] for each in counted])),
+        f"{_rate(rows[0]['times'][own]) / _rate(rows[0]['times'][PLAIN]):.2f}",
+    ]
+
+
+def _by_kind(own: str, rows: Sequence[dict[str, Any]], dataset: str) -> str:
+    """The speed over plain decoding in one setting and data set, by processor time."""
+    times = [row["times"] for row in rows if row["dataset"] == dataset and not row["warmup"]]
+    return f"{_over_plain(own, times, 'processor').value:.2f}"
+
+
 def _lines(options: BatchComparison, rows: Sequence[dict[str, Any]]) -> list[str]:
     """The tables; ratios are of the same turn."""
     own = options.drafter
@@ -141,26 +162,9 @@ def _lines(options: BatchComparison, rows: Sequence[dict[str, Any]]) -> list[str
     for batch in options.batch:
         for temperature in options.temperature:
             mine = [row for row in rows if (row["batch"], row["temperature"]) == (batch, temperature)]
-            counted = [row["times"] for row in mine if not row["warmup"]]
             setting = (batch, f"{temperature:g}")
-            calls = [_rate(each[own], "rounds") / _rate(each[PLAIN], "rounds") for each in counted]
-            overall.append(
-                (
-                    *setting,
-                    f"{median(_rate(each[PLAIN]) for each in counted):.0f}",
-                    f"{median(_rate(each[own]) for each in counted):.0f}",
-                    *(speed(_over_plain(own, counted, per)) for per in ("seconds", "processor")),
-                    f"{median(calls):.2f}",
-                    f"{median(each[PLAIN]['first'] for each in counted):.3f}",
-                    speed(geometric_mean([each[own]["first"] / each[PLAIN]["first"] for each in counted])),
-                    f"{_rate(mine[0]['times'][own]) / _rate(mine[0]['times'][PLAIN]):.2f}",
-                )
-            )
-            each_kind = []
-            for name in options.dataset:
-                times = [row["times"] for row in mine if row["dataset"] == name and not row["warmup"]]
-                each_kind.append(f"{_over_plain(own, times, 'processor').value:.2f}")
-            kinds.append((*setting, *each_kind))
+            overall.append((*setting, *_overall(own, mine)))
+            kinds.append((*setting, *(_by_kind(own, mine, name) for name in options.dataset)))
     loads = [row["load"] for row in rows]
     least, most = options.least_tokens, options.tokens
     answer = f"up to {most}" if least is None else f"limits of {least} to {most}"

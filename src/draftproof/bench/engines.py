@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import IO, Any
 
 from draftproof import models
 from draftproof.bench import worker
@@ -206,37 +206,49 @@ def _other_engine(options: EngineComparison) -> Iterator[Measure]:
             )
         except OSError as cause:
             raise UserError(f"cannot run {python}: {cause.strerror or cause}; name a Python with --python") from cause
-
-        def read() -> str:
-            assert process.stdout is not None, "its output is a pipe"
-            ready, _, _ = select.select([process.stdout], [], [], TIMEOUT)
-            line = process.stdout.readline().strip() if ready else ""
-            if not line:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(SHUTDOWN)  # its last lines on stderr come after the end of its output
-                errors.seek(0)
-                last = [line.strip() for line in errors if line.strip()][-1:]
-                why = last[0] if last else f"no answer in {TIMEOUT:g} s, or it ended without a message"
-                raise UserError(f"{options.other} failed in {python}: {why}")
-            return line
-
-        def to_all(number: signal.Signals) -> None:
-            with suppress(OSError):  # it has ended
-                os.killpg(process.pid, number)
-
-        def measure(request: worker.Request) -> Timing:
-            assert process.stdin is not None, "its input is a pipe"
-            to_all(signal.SIGCONT)
-            with suppress(OSError):  # if it has stopped, `read` reports why
-                print(json.dumps(request), file=process.stdin, flush=True)
-            seconds = float(read())
-            to_all(signal.SIGSTOP)
-            return seconds, None
-
+        other = _OtherEngine(process, errors, f"{options.other} failed in {python}")
         try:
-            read()  # worker.READY
-            to_all(signal.SIGSTOP)
-            yield measure
+            other.read()  # worker.READY
+            other.send(signal.SIGSTOP)
+            yield other.measure
         finally:
-            to_all(signal.SIGKILL)
+            other.send(signal.SIGKILL)
             process.communicate()
+
+
+class _OtherEngine:
+    """The process of another engine, which is stopped but for the time of a request."""
+
+    def __init__(self, process: subprocess.Popen[str], errors: IO[str], failed: str) -> None:
+        self._process = process
+        self._errors = errors
+        self._failed = failed  # the beginning of an error's message
+
+    def measure(self, request: worker.Request) -> Timing:
+        """The seconds of a request."""
+        assert self._process.stdin is not None, "its input is a pipe"
+        self.send(signal.SIGCONT)
+        with suppress(OSError):  # if it has stopped, `read` reports why
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+        seconds = float(self.read())
+        self.send(signal.SIGSTOP)
+        return seconds, None
+
+    def read(self) -> str:
+        """The next line of its output; a UserError with its last message if there is none."""
+        assert self._process.stdout is not None, "its output is a pipe"
+        ready, _, _ = select.select([self._process.stdout], [], [], TIMEOUT)
+        line = self._process.stdout.readline().strip() if ready else ""
+        if not line:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(SHUTDOWN)  # its last lines on stderr come after the end of its output
+            self._errors.seek(0)
+            last = [line.strip() for line in self._errors if line.strip()][-1:]
+            why = last[0] if last else f"no answer in {TIMEOUT:g} s, or it ended without a message"
+            raise UserError(f"{self._failed}: {why}")
+        return line
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to it and all processes that it started."""
+        with suppress(OSError):  # it has ended
+            os.killpg(self._process.pid, number)

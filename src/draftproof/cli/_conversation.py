@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from draftproof.cli._prompts import read_text
-from draftproof.cli._sampling import merged_params
+from draftproof.cli._sampling import CHAT_TOKENS, merged_params
 from draftproof.engine.engine import Engine
 from draftproof.engine.intake import UNBOUNDED
 from draftproof.engine.request import Chunk, Request
@@ -64,7 +64,7 @@ class Conversation:
         self.messages: list[Message] = []
         self.sampling = dict(sampling)  # parameters set by the user
         self.closed = False  # whether the user has left
-        self.params = self._merged(self.sampling)  # in effect; by default the model ends an answer
+        self.params = self._merged(self.sampling)  # in effect
         self._attempts = 0
         self._stopping = False
         self.set_system(system)
@@ -161,7 +161,7 @@ class Conversation:
     def _merged(self, sampling: Mapping[str, Any]) -> SamplingParams:
         """The model's default parameters, overridden by the user's."""
         try:
-            return merged_params(sampling, replace(self.engine.default_params, max_tokens=None))
+            return merged_params(sampling, replace(self.engine.default_params, max_tokens=CHAT_TOKENS))
         except typer.BadParameter as error:
             raise UserError(error.message) from error
 

@@ -26,7 +26,7 @@ def obtain(*names: str | None, quiet: bool = False) -> None:
 
 
 def first_target(*, quiet: bool = False) -> str:
-    """The default target of `generate`: a registered model, or the embedded one if that cannot be downloaded."""
+    """The target where none is named: a registered model, or the embedded one if that cannot be downloaded."""
     from draftproof import models
     from draftproof.errors import UserError, reason
 

@@ -27,11 +27,16 @@ SAMPLING = Options(
 )
 
 
-# For a conversation: one answer at a time, which the model ends, and no log-probabilities.
+# A model that repeats itself, as small ones do at temperature 0, never ends its answer.
+CHAT_TOKENS = 4096
+# For a conversation: one answer at a time, and no log-probabilities.
 CHAT_SAMPLING = replace(
     SAMPLING,
     only=[name for name in _DEFAULTS if name not in ("n", "logprobs", "logprobs_mode", "prompt_logprobs")],
-    help={**SAMPLING.help, "max_tokens": "The most tokens of an answer; without it, or with none, the whole context."},
+    help={
+        **SAMPLING.help,
+        "max_tokens": f"The most tokens of an answer; without it {CHAT_TOKENS}, with none the whole context.",
+    },
 )
 
 

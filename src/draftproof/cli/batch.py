@@ -11,14 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
-from draftproof import models
 from draftproof.batch.answering import Answerer, require_server
 from draftproof.batch.folder import AnswerFolder
 from draftproof.batch.rows import RowOptions, columns
 from draftproof.batch.run import Answers, RunSummary, answer_all, settings_of
 from draftproof.batch.source import FORMATS, RowSource
 from draftproof.cli import _output
-from draftproof.cli._download import obtain
+from draftproof.cli._download import first_target, obtain
 from draftproof.cli._engine import engine_options, load_engine, named_target
 from draftproof.cli._options import NONE, Options, with_options
 from draftproof.cli._output import Quiet, progress_bar
@@ -82,11 +81,12 @@ def batch(
     """Answer a file of prompts, one output for each id, on this machine or on a Ray cluster.
 
     Repeat the command to resume an interrupted run. The output of a row that cannot be answered is its error.
+    Without a target, smollm2-135m is downloaded at the first use; if that fails, a tiny model of the package is used.
     """
     _refuse_workers(ray, workers, engine["tensor_parallel"])
-    target = named_target(engine) or models.DEFAULT_TARGET
-    engine = {**engine, "target": target, "draft": engine["draft"] or default_draft(target, engine["drafter"])}
     rows = RowSource(source)
+    target = named_target(engine) or first_target(quiet=quiet)
+    engine = {**engine, "target": target, "draft": engine["draft"] or default_draft(target, engine["drafter"])}
     options = _row_options(rows, target, sampling, served, chat=chat, system=system)
     with quiet_libraries(), logged_lines(quiet=quiet):
         if ray is None:

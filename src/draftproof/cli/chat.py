@@ -54,6 +54,7 @@ def chat(
     """Chat with a model.
 
     Ctrl-C stops an answer, /help lists the commands. If stdin is not a terminal, one message is answered.
+    Without a target, smollm2-135m is downloaded at the first use.
     """
     first, here = one_argument(message, "MESSAGE"), sys.stdin is not None and sys.stdin.isatty()
     if first is not None or not here:

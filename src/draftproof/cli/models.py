@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from draftproof.cli._download import obtain, pull_progress
 from draftproof.cli._output import note
 from draftproof.cli._quiet import quiet_libraries
 from draftproof.errors import UserError
+
+if TYPE_CHECKING:
+    from draftproof.backends.loading.match import Match
 
 app = typer.Typer(
     add_completion=False,
@@ -97,17 +100,20 @@ def match(
         typer.echo(json.dumps(rows, indent=2))
         return
     for each in found:
-        gain, length = each.gain(accepted)
-        fits = (
-            f"{each.nbytes / 1e9:.2f} GB per token, {each.share:.2f} of the target's; {gain:.2f} times as fast with "
-            f"{length} drafted"
-        )
-        if each.shared is not None:
-            fits += f"; other vocabulary: {100 * each.shared:.0f}% shared"
         name = "its own prediction layer (--drafter mtp; auto uses it)" if each is own else each.name
-        typer.echo(f"{name}  {fits if not each.why_not else f'no: {each.why_not}'}")
+        typer.echo(f"{name}  {f'no: {each.why_not}' if each.why_not else _fits(each, accepted)}")
     if not found:
         note(f"no models found: search more folders with --in DIR, or look for a small model of {target}'s family")
+
+
+def _fits(each: Match, accepted: float) -> str:
+    """What a model that can draft reads and gains."""
+    gain, length = each.gain(accepted)
+    shared = "" if each.shared is None else f"; other vocabulary: {100 * each.shared:.0f}% shared"
+    return (
+        f"{each.nbytes / 1e9:.2f} GB per token, {each.share:.2f} of the target's; {gain:.2f} times as fast with "
+        f"{length} drafted{shared}"
+    )
 
 
 @app.command()

@@ -8,9 +8,11 @@ import typer
 
 from draftproof import models
 from draftproof.cli import _output
+from draftproof.cli._download import first_target
 from draftproof.cli._engine import engine_options, load_engine, named_target
 from draftproof.cli._options import Options, with_options
 from draftproof.cli._quiet import logged_lines, quiet_libraries
+from draftproof.errors import refuse_unknown
 from draftproof.server.client_configs import CLIENTS, ask_server, assumed_server, client_config
 from draftproof.server.settings import Settings, require, served_name
 
@@ -40,11 +42,17 @@ def serve(
     """Serve a model with OpenAI's API (chat completions, completions, responses) and Anthropic's (messages).
 
     The server listens on localhost only, unless --host is given. Ctrl-C or SIGTERM stops it when running requests are
-    answered. Without --target it serves a tiny model that ships with draftproof, to try it out.
+    answered. Without a target, smollm2-135m is downloaded at the first use; if that fails, a tiny model of the package
+    is served, which has no chat template.
     """
     if print_config is not None:
-        _print_config(print_config, Settings(**server), named_target(engine) or models.DEFAULT_TARGET)
-        return
+        _print_config(print_config, Settings(**server), named_target(engine) or models.FIRST_TARGET)
+    else:
+        _serve(Settings(**server), engine)
+
+
+def _serve(settings: Settings, engine: dict[str, Any]) -> None:
+    """Bind the socket, load the model, and answer until the process is told to stop."""
     require("serve", "fastapi", "uvicorn", "prometheus_client")
     from draftproof.server.app import Server, make_app
     from draftproof.server.auth import allowed_hosts, read_keys
@@ -52,12 +60,11 @@ def serve(
     from draftproof.server.run import address, bind
     from draftproof.server.run import serve as serve_app
 
-    settings = Settings(**server)
     keys = read_keys(settings.api_key_file)
     listener = bind(settings)
     try:
         with quiet_libraries(), logged_lines(quiet=False):
-            target = named_target(engine) or models.DEFAULT_TARGET
+            target = named_target(engine) or first_target()
             loaded = load_engine(target, engine, quiet=False)
             answering = Server.named(loaded, settings, target, engine["draft"])
         made = make_app(answering, keys, allowed_hosts(settings, keys))
@@ -75,6 +82,7 @@ def serve(
 
 def _print_config(client: str, settings: Settings, target: str) -> None:
     """Print the configuration of a client for a server, which need not be running yet."""
+    refuse_unknown("--print-config", client, CLIENTS)  # before a server is asked
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::", "") else settings.host  # noqa: S104 - all addresses
     url = f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
     found = ask_server(url)

@@ -28,7 +28,7 @@ from draftproof.training.evaluation.text import TextEvaluationOptions
 from draftproof.training.evaluation.text import evaluate_text as measure_text
 from draftproof.training.feature_head import make_feature_head
 from draftproof.training.feature_options import FeatureJob
-from draftproof.training.head_artefact import make_head, make_verifier_head
+from draftproof.training.head_artefact import METRICS, make_head, make_verifier_head
 from draftproof.training.head_options import HeadJob, Material
 from draftproof.training.heads import Labels
 from draftproof.training.loop import TrainingPlan
@@ -43,18 +43,39 @@ _Job = TypeVar("_Job", DrafterJob, FeatureJob, HeadJob)
 
 
 def run(
-    make: Callable[[_Job, Any], dict[str, Any]], job: _Job, models: Sequence[str | None], *, as_json: bool, quiet: bool
+    make: Callable[[_Job, Any], dict[str, Any]],
+    job: _Job,
+    models: Sequence[str | None],
+    *,
+    as_json: bool,
+    quiet: bool,
+    shown: Sequence[str] = (),
 ) -> None:
-    """Run a job that reads these models, and print its figures and the path of its directory."""
+    """Run a job that reads these models, and print its figures and the path of its directory.
+
+    Without `as_json` only the figures `shown` are printed (GROUP.NAME for one of a group), or all if it is empty.
+    """
     with quiet_libraries():
         obtain(*models, quiet=quiet)
         summary = make(job, progress_bar(quiet=quiet))
     if as_json:
         typer.echo(json.dumps({"path": str(job.out), **summary}))
         return
-    for line in _lines(summary):
+    for line in _lines(_chosen(summary, shown) if shown else summary):
         typer.echo(line)
     typer.echo(f"written: {job.out}")
+    if shown:
+        typer.echo(f"all figures: {job.out / METRICS}")
+
+
+def _chosen(summary: dict[str, Any], shown: Sequence[str]) -> dict[str, Any]:
+    """The figures with these names, in groups as in the summary; those that are missing are left out."""
+    made: dict[str, Any] = {}
+    for group, _, name in (each.rpartition(".") for each in shown):
+        found, place = (summary.get(group, {}), made.setdefault(group, {})) if group else (summary, made)
+        if name in found:
+            place[name] = found[name]
+    return {name: value for name, value in made.items() if value != {}}
 
 
 def _lines(summary: dict[str, Any], indent: str = "") -> list[str]:
@@ -268,6 +289,11 @@ KINDS = ("acceptance", "log_ratio", "sprinter")
 _SPRINTER = "verifier"  # what files of heads call kind sprinter
 _NOT_OF_SPRINTER = {"mix": None, "sweep": False, "cost_ratio": None}  # options of the other kinds, where not given
 _OPTIONS = (*MATERIAL, SAMPLING, PLAN, LABELS, OUT)
+# What tells a user whether a head has learned something and pays, in this order; `--json` prints the other figures too.
+_SHOWN = (
+    "auc", "auc_max_probability", "eta_tp", "eta_fp", "threshold",
+    *(f"{group}.{name}" for group in ("chosen", "best_fixed") for name in ("length", "latency", "block_efficiency")),
+)  # fmt: skip
 
 
 @app.command()
@@ -313,4 +339,4 @@ def _run(make: Callable[[HeadJob, Any], dict[str, Any]], given: dict[str, Any], 
     material = Material(**taken(*MATERIAL), params=SamplingParams(**taken(SAMPLING)))
     plan = TrainingPlan(**taken(PLAN), warmup=min(50, given["steps"] // 10))
     job = HeadJob(material=material, labels=Labels(**taken(LABELS)), plan=plan, **rest)
-    run(make, job, (given["target"], given["draft"]), as_json=as_json, quiet=quiet)
+    run(make, job, (given["target"], given["draft"]), as_json=as_json, quiet=quiet, shown=_SHOWN)

@@ -85,11 +85,6 @@ class CostFile:
         text = json.dumps({"of": self._key, "figures": figures, "seconds": round(time.time())}, indent=1)
         if not _STORE.keep(self._file, partial(Path.write_text, data=text + "\n", encoding="utf-8")):
             self._given_up = True
-            _log.warning(
-                "%s cannot be written, so every start measures round costs again: set DRAFTPROOF_HOME to a writable "
-                "folder",
-                _STORE.folder / self._file,
-            )
 
 
 def _write_at_exit(reference: weakref.ref[CostFile]) -> None:

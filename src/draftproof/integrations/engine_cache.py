@@ -10,7 +10,16 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from draftproof import models
-from draftproof.backends.loading.in_memory import Version, backend_in_memory, model_version, refuse_training
+from draftproof.backends.loading.in_memory import (
+    Counter,
+    Version,
+    backend_in_memory,
+    grown_numbers,
+    model_version,
+    pass_counters,
+    refuse_training,
+    without,
+)
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions, draft_dtype
 from draftproof.backends.loading.tokenization import load_tokenizer, shared_tokens
@@ -113,7 +122,28 @@ class CachedEngine:
     draft: DraftBackend | None
     draft_version: Version | None  # of the draft model's weights, where it is a model in memory
     owner: weakref.ref[Any] | None  # that model, so that another one in its place is noticed
+    counters: set[Counter] = field(default_factory=set)  # of both models: settings that are none
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fits(self, model: Any, version: Version) -> bool:
+        """Whether the target's weights are those that the engine was made from."""
+        return self._same(model, self.version, version)
+
+    def fits_draft(self, other: Any, version: Version | None) -> bool:
+        """Whether the draft model is the same, with the same weights; `other` is None where it is not in memory."""
+        if self.draft_version is None or version is None:
+            return self.draft_version is version
+        return self.owner is not None and self.owner() is other and self._same(other, self.draft_version, version)
+
+    def _same(self, model: Any, known: Version, now: Version) -> bool:
+        if known == now:
+            return True
+        grown = grown_numbers(known, now)
+        if without(known, grown) != without(now, grown):
+            return False
+        if not grown <= self.counters:
+            self.counters |= pass_counters(model)
+        return grown <= self.counters
 
 
 _held: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], CachedEngine]] = weakref.WeakKeyDictionary()
@@ -139,9 +169,9 @@ def _current(model: Any, composition: EngineConfig) -> CachedEngine:
     held, version = kept.get(composition.key), model_version(model)
     other = composition.draft
     draft_version = None if other is None else model_version(other)
-    draft, keeps = None, held is None or held.version == version
-    if held is not None and (held.owner is None or held.owner() is other) and held.draft_version == draft_version:
-        if held.version == version:
+    draft, keeps = None, held is None or held.fits(model, version)
+    if held is not None and held.fits_draft(other, draft_version):
+        if keeps:
             return held
         draft = held.draft
     if draft is None:

@@ -96,9 +96,10 @@ ABOUT_EMBEDDED = {  # licence, what it is
         "trained here, in the package: imitates embedded:stories with a fifth of it",
     ),
 }
-# The target of `generate` and `chat` where none is named: small, and its text makes sense.
+# The target of `generate`, `chat`, `serve` and `batch` where none is named: small, and its text makes sense.
 FIRST_TARGET = "smollm2-135m"
-# The pair that other commands use then, and `generate` without a network; and the draft model of each embedded target.
+# The pair that measurements use then, and without a network all but `chat`, which needs a chat template; and the draft
+# model of each embedded target.
 DEFAULT_TARGET, DEFAULT_DRAFT = "embedded:stories", "embedded:stories-draft"
 EMBEDDED_DRAFTS = {DEFAULT_TARGET: DEFAULT_DRAFT, "embedded:target": "embedded:draft"}
 

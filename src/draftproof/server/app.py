@@ -218,7 +218,8 @@ class Server:
         """The job for the engine and the empty answer of a request; nothing else of its body is kept."""
         arrival = time.monotonic()
         given = await self.body(request, endpoint.body, lenient=endpoint.lenient)
-        body, form = endpoint.asked(given), endpoint.form(given)
+        with endpoint.own_names():
+            body, form = endpoint.asked(given), endpoint.form(given)
         del given
         if endpoint.lenient and self.settings.reasoning == "none":
             body.thinking_token_budget = None  # these clients send a limit whatever the model is
@@ -226,7 +227,8 @@ class Server:
         refuse_stream_options(body)
         client, salt, share_text = self._sharing(request, body)
         self.worker.refuse_without_room(client=client)  # before the work of reading a long prompt
-        parsed = await self.parse(request, body)
+        with endpoint.own_names():
+            parsed = await self.parse(request, body)
         job = Job(
             parsed,
             self.settings.request_timeout or math.inf,

@@ -135,17 +135,7 @@ class Access:
             scope = {**scope, "method": "GET"}
         start = time.perf_counter()
 
-        async def noting(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                facts["status"] = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
-                if is_anthropic(scope["path"]):
-                    headers["request-id"] = request_id
-            elif head:
-                message["body"] = b""
-            await send(message)
-
+        noting = _noting(send, facts, anthropic=is_anthropic(scope["path"]), head=head)
         counts = scope["method"] == "POST"
         self._now += counts
         try:
@@ -211,6 +201,23 @@ class Access:
         if length.isdecimal() and int(length) > self.max_body:
             return ApiError(f"expected a body of at most {self.max_body} bytes, got {length}", status=413)
         return None
+
+
+def _noting(send: Send, facts: dict[str, Any], *, anthropic: bool, head: bool) -> Send:
+    """`send` with the request's id in the headers; it notes the status in `facts`. `head` leaves bodies out."""
+
+    async def noting(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            facts["status"] = message["status"]
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = facts["request_id"]
+            if anthropic:
+                headers["request-id"] = facts["request_id"]
+        elif head:
+            message["body"] = b""
+        await send(message)
+
+    return noting
 
 
 def note(scope: Mapping[str, Any], **facts: Any) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from draftproof.errors import UserError, refuse_unknown
+from draftproof.errors import UserError
 
 KEY = "DRAFTPROOF_API_KEY"  # the variable that clients read the key from
 _CONTEXT = 32_768  # where neither a server nor the user says it
@@ -72,8 +72,7 @@ def assumed_server(url: str, name: str, output: int) -> ServedModel:
 
 
 def client_config(client: str, served: ServedModel) -> tuple[str, str]:
-    """Where the configuration of a client belongs and how it is started, in a sentence; and its content."""
-    refuse_unknown("print_config", client, CLIENTS)
+    """Where the configuration of one of `CLIENTS` belongs and how it is started, in a sentence; and its content."""
     where, content = CLIENTS[client]
     return where.format(name=served.name, key=KEY), content(served).strip() + "\n"
 

@@ -46,6 +46,12 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
+    def rename(self, param: str) -> None:
+        """Give the field that is to blame another name, also where the message begins with it."""
+        if self.param is not None and re.match(rf"{re.escape(self.param)}\b", self.message):
+            self.message = param + self.message[len(self.param) :]
+        self.param = param
+
     @property
     def kind(self) -> str:
         """OpenAI's `type`."""

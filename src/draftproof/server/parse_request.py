@@ -280,11 +280,13 @@ class RequestParser:
             formed = not isinstance(body.response_format, schemas.TextFormat | None)
             return (params if tools is None else ToolParams.of(params, tools.form(formed=formed))), constraint
         except UserError as error:
-            name, _, rest = str(error).partition(":")  # of a field, in messages of SamplingParams
-            if name == "logprobs":
-                name = _count_of_logprobs(body)
-                raise ApiError(f"{name}:{rest}", param=name) from error
-            raise ApiError(str(error), param=name if name in _FIELDS else None) from error
+            name = str(error).partition(":")[0]  # of a field, in messages of SamplingParams
+            raised = ApiError(str(error), param=name if name in _FIELDS else None)
+            if isinstance(body, schemas.ChatBody) and name == "max_tokens" and body.max_completion_tokens is not None:
+                raised.rename("max_completion_tokens")
+            elif name == "logprobs":
+                raised.rename(_count_of_logprobs(body))
+            raise raised from error
 
     def _check_sizes(self, body: schemas.SamplingFields, logprobs: int | None, param: str, grammar: str) -> None:
         """Refuse numbers and texts beyond the limits; `param` is the field that the grammar comes from."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -260,17 +260,7 @@ class ServerAudit:
         whole = [(number, reply, tokens) for number, reply, tokens in known if tokens]
         finding.answers += len(whole)
         finding.tokens += sum(len(tokens) for _, _, tokens in whole)
-        for number, reply, tokens in whole:
-            broken = violations(
-                finding.check,
-                text=reply.text,
-                tokens=tokens,
-                finish=reply.finish,
-                max_tokens=self._options.max_tokens,
-                ends=self._right.ends,
-                decoded=self._right.decode(tokens),
-            )
-            self._note(finding, number, broken)
+        self._check_rules(finding, whole)
         if not whole or not (kinds or params.temperature == 0):
             return
         prompts = [self._prompts[number % len(self._prompts)] for number, _, _ in whole]
@@ -289,6 +279,20 @@ class ServerAudit:
                         for gap in wrong
                     ],
                 )
+
+    def _check_rules(self, finding: CheckResult, answers: Iterable[tuple[int, Reply, Sequence[int]]]) -> None:
+        """Note what breaks a rule that holds whatever was drawn: lengths, ends, stop strings, the text of tokens."""
+        for number, reply, tokens in answers:
+            broken = violations(
+                finding.check,
+                text=reply.text,
+                tokens=tokens,
+                finish=reply.finish,
+                max_tokens=self._options.max_tokens,
+                ends=self._right.ends,
+                decoded=self._right.decode(tokens),
+            )
+            self._note(finding, number, broken)
 
     def _note(self, finding: CheckResult, number: int, broken: Sequence[str]) -> None:
         if broken and len(finding.examples) < _EXAMPLES:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,11 +36,13 @@ LEGAL = ("auto", "lean", "hf", "snapshot")
 _SPARE = 1.5  # so many times the memory of the copies must be free before `auto` makes them
 _SAMPLED = 512  # words of each tensor that `model_version` reads
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_TORCHS = frozenset(vars(nn.Module()))  # what torch itself keeps in a module: parameters, hooks, its mode
+# What torch keeps in a module (parameters, hooks, its mode), and transformers once it has collected hidden states.
+_NO_SETTINGS = frozenset({*vars(nn.Module()), "_output_capturing_hooks_installed"})
 
 _log = logging.getLogger(__name__)
 
 Version = tuple[tuple[Any, ...], ...]
+Counter = tuple[int, str]  # the module's identity, and the attribute's name
 
 
 def backend_in_memory(model: Any, *, backend: str = "auto", name: str | None = None, check: bool = True) -> SlotBackend:
@@ -139,15 +142,50 @@ def model_version(model: Any) -> Version:
     bytes. So a change by an optimizer, by `load_state_dict`, by another dtype or device is seen for certain, and a
     change past torch's count (through `.data`, or by another library) where it touches many weights. Of each module it
     holds the hooks, a replaced forward pass, and the settings that are plain values, such as those of adapters: which
-    one is active, whether it is disabled, and its scale.
+    one is active, whether it is disabled, and its scale. `pass_counters` finds those that only count passes.
     """
     return (*_weights(model), *(_module_facts(each) for each in model.modules()))
+
+
+def grown_numbers(before: Version, after: Version) -> frozenset[Counter]:
+    """The whole numbers in modules that are larger in the second version."""
+    known = _whole_numbers(before)
+    return frozenset(place for place, value in _whole_numbers(after).items() if value > known.get(place, value))
+
+
+@torch.no_grad()
+def pass_counters(model: Any) -> frozenset[Counter]:
+    """Whole numbers in modules that a pass of one token makes larger: they count passes, and are no settings."""
+    before = model_version(model)
+    model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device))
+    return grown_numbers(before, model_version(model))
+
+
+def without(version: Version, left_out: AbstractSet[Counter]) -> Version:
+    """A version without some of its settings."""
+    if not left_out:
+        return version
+    return tuple(
+        (*facts[:-1], tuple(each for each in facts[-1] if (facts[0], each[0]) not in left_out))
+        if _is_of_module(facts)
+        else facts
+        for facts in version
+    )
+
+
+def _whole_numbers(version: Version) -> dict[Counter, int]:
+    settings = ((facts[0], name, value) for facts in version if _is_of_module(facts) for name, value in facts[-1])
+    return {(module, name): value for module, name, value in settings if type(value) is int}
+
+
+def _is_of_module(facts: tuple[Any, ...]) -> bool:
+    return isinstance(facts[1], type)
 
 
 def _module_facts(module: nn.Module) -> tuple[Any, ...]:
     own = vars(module)
     hooks = [(key, hook) for kind in _HOOKS for key, hook in own[kind].items()]  # torch never gives a key again
-    kept = ((name, value) for name, value in own.items() if name not in _TORCHS and not _is_ours(value))
+    kept = ((name, value) for name, value in own.items() if name not in _NO_SETTINGS and not _is_ours(value))
     settings = tuple((name, _setting(value)) for name, value in kept)
     return id(module), type(module), tuple(key for key, hook in hooks if not _is_ours(hook)), settings
 

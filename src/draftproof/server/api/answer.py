@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -227,6 +228,17 @@ class Endpoint(Generic[_Body]):
     asked: Callable[[_Body], SamplingFields]  # what a body asks, in the words of OpenAI's endpoints
     form: Callable[[_Body], Form]  # of the answer to a body
     lenient: bool = False  # whether fields that are not known are left out, as the clients of this API expect
+    names: Mapping[str, str] = field(default_factory=dict)  # from fields of `asked` to this API's, where they differ
+
+    @contextmanager
+    def own_names(self) -> Iterator[None]:
+        """Errors within the block name fields as this API does."""
+        try:
+            yield
+        except ApiError as error:
+            if (name := self.names.get(error.param or "")) is not None:
+                error.rename(name)
+            raise
 
 
 def itself(body: Any) -> Any:

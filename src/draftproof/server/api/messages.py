@@ -210,4 +210,16 @@ def _input(arguments: str) -> dict[str, Any]:
     return found
 
 
-MESSAGES = Endpoint("/v1/messages", MessagesBody, "msg_", chat_to_answer, form=lambda _: MessagesForm(), lenient=True)
+MESSAGES = Endpoint(
+    "/v1/messages",
+    MessagesBody,
+    "msg_",
+    chat_to_answer,
+    form=lambda _: MessagesForm(),
+    lenient=True,
+    names={
+        "response_format": "output_config.format",
+        "stop": "stop_sequences",
+        "thinking_token_budget": "thinking.budget_tokens",
+    },
+)

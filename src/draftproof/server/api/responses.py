@@ -385,4 +385,11 @@ def _repeated_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
     return made
 
 
-RESPONSES = Endpoint("/v1/responses", schemas.ResponsesBody, "resp_", chat_of, ResponseForm)
+RESPONSES = Endpoint(
+    "/v1/responses",
+    schemas.ResponsesBody,
+    "resp_",
+    chat_of,
+    ResponseForm,
+    names={"max_completion_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"},
+)

@@ -86,13 +86,15 @@ def evaluate_pair(options: PairOptions, *, watch: Watch = silent) -> Results:
             torch.manual_seed(seed)
             own = distil.sampled(target, openings, WINDOW)
             row = {"acceptance on its own samples": distil.agreement(target, draft, own, skip=PROMPT)["acceptance"]}
-            trial = Trial(pair, prompts[: options.trials], (end,), RUN, seed)
-            for length in LENGTHS:
-                calls = trial.rates(FixedLength(length), "block")
-                row[f"tokens per target call, n = {length}"] = calls["block_efficiency"]
-            found["seeds"].append(row)
+            found["seeds"].append(row | _calls(Trial(pair, prompts[: options.trials], (end,), RUN, seed)))
             tick(number)
     return Results(f"{shown[0]} and {shown[1]} on held-out text", _lines(options, found), found, facts)
+
+
+def _calls(trial: Trial) -> dict[str, float]:
+    """Tokens per target call with drafts of each length."""
+    rates = {length: trial.rates(FixedLength(length), "block") for length in LENGTHS}
+    return {f"tokens per target call, n = {length}": each["block_efficiency"] for length, each in rates.items()}
 
 
 def _lines(options: PairOptions, found: dict[str, Any]) -> list[str]:
