@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftproof.native import numa
 from draftproof.native.ggml import INPUTS, LAYOUTS, GGMLWeight, Segment, StoredMatrix, repacked_shape
+from draftproof.native.huge_pages import empty_weight
 from draftproof.native.structures import (
     MOST_DIM,
     MOST_STATE,
@@ -222,7 +223,7 @@ class Operations(Immutable):
             require("mean", inputs.mean, torch.float32, (ins,))
             lost = torch.empty(shape[0] * LANES, dtype=torch.float32)
             known = [each.data_ptr() for each in (inputs.counts, inputs.mean, lost)]
-        blocks = torch.empty(Quantized.shape(weight.outs, ins, bits, group), dtype=torch.uint8)
+        blocks = empty_weight(Quantized.shape(weight.outs, ins, bits, group), torch.uint8)
         threads = torch.get_num_threads()
         memory = torch.empty(threads * -(-ins // group) * 2 * LANES, dtype=torch.float32)
         addresses = weight.blocks.data_ptr(), blocks.data_ptr(), memory.data_ptr()
@@ -295,7 +296,7 @@ class Operations(Immutable):
 
     def ggml_repacked(self, matrix: StoredMatrix) -> GGMLWeight:
         """A stored matrix in the order in which `ggml_product` reads it."""
-        blocks = torch.empty(repacked_shape(matrix.outs, matrix.ins, matrix.type), dtype=torch.uint8)
+        blocks = empty_weight(repacked_shape(matrix.outs, matrix.ins, matrix.type), torch.uint8)
         addresses = matrix.content.data_ptr(), _address(matrix.rows), blocks.data_ptr()
         self._ggml_repack(*addresses, matrix.outs, matrix.ins, matrix.type, torch.get_num_threads())
         return GGMLWeight((Segment(blocks, matrix.outs, matrix.type),), matrix.ins)
@@ -320,7 +321,7 @@ class Operations(Immutable):
         """
         if self.dtype != torch.float32 or not matrix.is_in_order:
             raise ValueError("expected operations on float32, and a matrix whose rows and inputs are in order")
-        made = torch.empty(Quantized.shape(matrix.outs, matrix.ins, bits, group), dtype=torch.uint8)
+        made = empty_weight(Quantized.shape(matrix.outs, matrix.ins, bits, group), torch.uint8)
         together, size = max(_TOGETHER // (LANES * matrix.ins), 1) * LANES, len(matrix.content) // matrix.outs
         for start in range(0, matrix.outs, together):
             outs = min(together, matrix.outs - start)

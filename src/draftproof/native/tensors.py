@@ -11,6 +11,7 @@ from jaxtyping import Float, Float32, Int, UInt8
 from torch import Tensor
 
 from draftproof.native import numa
+from draftproof.native.huge_pages import empty_weight
 
 LANES = 16  # neighbouring outputs
 BITS, GROUPS = (4, 8), (16, 32, 64, 128)  # of quantized weights: bits, and inputs that share a scale
@@ -72,7 +73,7 @@ class Interleaved:
         ins, dtype, outs = parts[0].shape[1], parts[0].dtype, sum(map(len, parts))
         if any(len(each) % LANES for each in parts[:-1]):
             parts = (torch.cat(parts),)
-        blocks, start = torch.empty(cls.shape(outs, ins, UNITS[dtype]), dtype=dtype), 0
+        blocks, start = empty_weight(cls.shape(outs, ins, UNITS[dtype]), dtype), 0
         words = blocks.view(torch.int32).squeeze(-1)  # units move whole, and nothing else is copied
         for part in parts:
             padded = F.pad(part, (0, -ins % UNITS[dtype], 0, -len(part) % LANES)) if _has_rest(part) else part
