@@ -52,6 +52,7 @@ OTHERS = {
     "--files",
     "--dry-run",
     "--minutes",
+    "--turns",
     "--resolution",
     "--cpus",
     "--cpunodebind",

@@ -24,7 +24,8 @@ KINDS = [kind for kind in LAYOUTS if kind not in SIXTEEN_BITS and kind not in TA
 FEW = 24  # rows that are still multiplied by vectors (OPENED_LEAST)
 OUTS, INS = 48, 768
 ROWS = (32, 40, 11 * FEW)  # two tiles, a part of a third one, and more than take turns with what is opened
-TILES = "DO(form, 1, 1) DO(form, 1, 4) DO(form, 2, 1) DO(form, 2, 2) DO(form, 4, 1) DO(form, 6, 1) DO(form, 8, 1)"
+TILES = """DO(form, 1, 1) DO(form, 1, 4) DO(form, 2, 1) DO(form, 2, 2) DO(form, 3, 1) DO(form, 4, 1) \\
+  DO(form, 5, 1) DO(form, 6, 1) DO(form, 7, 1) DO(form, 8, 1)"""
 pytestmark = [
     pytest.mark.skipif(
         bool({need for need in LEVEL.needs if "amx" not in need} - library.processor()),

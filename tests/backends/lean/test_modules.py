@@ -23,6 +23,7 @@ from draftproof.drafters.ngram import NgramDrafter
 from draftproof.tree import TokenTree
 from support.architectures.check import disturbed
 from support.chain_rows import assert_same_bits, off, read
+from support.head_references import ASSISTANT_DATA
 from support.helpers import engine, random_model
 from support.native_levels import needs_native
 
@@ -265,7 +266,7 @@ def test_keys_and_values_may_have_8_bits(name):
     session = target.open()
     assert torch.equal(torch.cat([read(target, session, [token]) for token in IDS]), whole)
     with pytest.raises(UserError, match="without kv_dtype int8"):
-        AssistantBackend("an assistant", target)
+        AssistantBackend(str(ASSISTANT_DATA / "shared" / "assistant"), target)
     with pytest.raises(UserError, match="kv_dtype: expected auto"):
         LeanModulesBackend(model(name), name=name, check=False).round_kv()
 
