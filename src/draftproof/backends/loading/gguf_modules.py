@@ -85,15 +85,15 @@ def _backend(model: Any, family: ModuleFamily, asked: str, *, few: bool, name: s
     """The backend of a model that has the weights of a file, whether these have few bits or are floats."""
     kind = family.backend
     if asked in ("auto", kind.kind) and kind is not family.modules[0]:
-        why = why_unread(model)
+        why, level = why_unread(model), logging.INFO
         if why is None:
             try:
                 return kind(model, name=name, check=check, **packing(kind))
             except UserError as cause:
-                why = str(cause)
+                why, level = str(cause), logging.WARNING  # its layers are known, but not what it makes of them
         if asked != "auto":
             raise UnreadError(f"it has no lean forward: {why}")
-        _log.info("%s is read by transformers' own modules: %s", name, why)
+        _log.log(level, "%s is read by transformers' own modules, which are slower: %s", name, why)
     family.finish(model.model)
     kind = family.modules[few]
     return kind(model, name=name, check=check, **packing(kind))

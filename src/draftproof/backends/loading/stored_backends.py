@@ -139,7 +139,7 @@ def stored_backend(model: Any, name: str, *, snapshot: bool, check: bool) -> HFB
         try:
             return LeanModulesBackend(model, pack=True, name=name, check=check)
         except UserError as cause:
-            _log.info("%s is read by transformers' own modules: %s", name, cause)
+            _log.warning("%s is read by transformers' own modules, which are slower: %s", name, cause)
     if not check:
         return HFBackend(model, name=name, check=False)
     plain = model.config._attn_implementation  # noqa: SLF001 - has no public name
