@@ -389,7 +389,8 @@ def serve(path: str, *, check: bool) -> None:
     start = time.perf_counter()
     backend = in_own_numbers(GGUFFile(Path(path)), "file", LoadOptions(check=check))
     if check and Path(path).name == SHAPE and backend is not None and base.kind(backend) == HFBackend.kind:
-        os.execv(sys.executable, [sys.executable, *sys.argv, UNCHECKED])  # whose peak is that of one model
+        arguments = [sys.executable, *sys.argv, UNCHECKED]
+        os.execv(sys.executable, arguments)  # noqa: S606 - no shell; the peak is then that of one model
     assert backend is not None, "the file is read in its own numbers"
     session = backend.open()
     backend.forward([Feed(session, ids_of(128))])
