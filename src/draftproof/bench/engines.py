@@ -226,6 +226,7 @@ class _OtherEngine:
 
     def measure(self, request: worker.Request) -> Timing:
         """The seconds of a request."""
+        assert sys.platform != "win32", "it was refused there"
         assert self._process.stdin is not None, "its input is a pipe"
         self.send(signal.SIGCONT)
         with suppress(OSError):  # if it has stopped, `read` reports why
@@ -250,5 +251,6 @@ class _OtherEngine:
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to it and all processes that it started."""
+        assert sys.platform != "win32", "it was refused there"
         with suppress(OSError):  # it has ended
             os.killpg(self._process.pid, number)
