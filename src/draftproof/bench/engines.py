@@ -179,6 +179,9 @@ def _measure(engine: Engine) -> Measure:
 # --- the other engine -------------------------------------------------------------------------------------------------
 
 
+_NO_SIGNALS = "expected Linux or macOS for a comparison with another engine: Windows stops no process for a time"
+
+
 @contextmanager
 def _other_engine(options: EngineComparison) -> Iterator[Measure]:
     """Start the other engine's process, and end it and all processes that it started afterwards.
@@ -186,9 +189,7 @@ def _other_engine(options: EngineComparison) -> Iterator[Measure]:
     They are stopped while it has nothing to do: an engine that waits for requests may keep a processor busy.
     """
     if sys.platform == "win32":
-        raise UserError(
-            "expected Linux or macOS for a comparison with another engine: Windows stops no process for a time"
-        )
+        raise UserError(_NO_SIGNALS)
     python = str(options.python or sys.executable)
     model = str(options.model or models.resolve(options.target))
     command = [python, worker.__file__, options.other, model, options.dtype, str(max(options.batch))]
@@ -226,7 +227,8 @@ class _OtherEngine:
 
     def measure(self, request: worker.Request) -> Timing:
         """The seconds of a request."""
-        assert sys.platform != "win32", "it was refused there"
+        if sys.platform == "win32":
+            raise UserError(_NO_SIGNALS)
         assert self._process.stdin is not None, "its input is a pipe"
         self.send(signal.SIGCONT)
         with suppress(OSError):  # if it has stopped, `read` reports why
@@ -251,6 +253,7 @@ class _OtherEngine:
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to it and all processes that it started."""
-        assert sys.platform != "win32", "it was refused there"
+        if sys.platform == "win32":
+            raise UserError(_NO_SIGNALS)
         with suppress(OSError):  # it has ended
             os.killpg(self._process.pid, number)
