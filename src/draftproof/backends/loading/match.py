@@ -22,7 +22,7 @@ from draftproof.models.found import found_checkpoints, found_files, weight_files
 from draftproof.models.gguf_file import GGUFFile, is_gguf
 from draftproof.theory.lengths import iid_block_efficiency
 
-VERIFIED = 1.04  # what a pass over five rows costs, of one that reads as much (docs/results/gguf.md, 1.5 B shapes)
+VERIFIED = 1.11  # what a pass over five rows costs, of one that reads as much (docs/results/gguf.md, 1.5 B shapes)
 _MOST_DRAFTED = 8
 _LIKELY = 0.7  # accepted tokens of a drafted one, of small models of the same family
 _log = logging.getLogger(__name__)
