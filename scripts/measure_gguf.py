@@ -23,7 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +34,7 @@ import numpy as np
 import torch
 
 from draftproof.backends import base
-from draftproof.backends.base import Feed
+from draftproof.backends.base import Backend, Feed, Session
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanForward
 from draftproof.backends.lean.layers import Lean
@@ -380,6 +381,29 @@ def reading() -> float:
     return numbers.nbytes / min(times)
 
 
+@contextmanager
+def pass_of(rows: int, session: Session, backend: Backend) -> Iterator[Callable[[], object]]:
+    """A pass over some rows after those of a session, which is left as it is."""
+    tree = TokenTree.chain(torch.tensor(ids_of(rows)[1:])) if rows > 1 else None
+    mine = session.fork(session.length)
+    assert mine is not None, "the session was closed"
+    yield functools.partial(backend.forward, [Feed(mine, [7], tree)])
+    mine.close()
+
+
+def seconds_of(asked: Mapping[str, Any], engine: Engine, session: Session) -> float:
+    """How long a pass over some rows, or a text, takes."""
+    if "rows" in asked:
+        with pass_of(asked["rows"], session, engine.target) as run:
+            start = time.perf_counter()
+            run()
+            return time.perf_counter() - start
+    params = SamplingParams(max_tokens=asked["tokens"], temperature=0, ignore_eos=True)
+    start = time.perf_counter()
+    engine.generate(asked["prompts"][0], params)
+    return time.perf_counter() - start
+
+
 SHAPE = "shape.gguf"  # the name of a file of random weights
 UNCHECKED = "unchecked"
 
@@ -404,26 +428,12 @@ def serve(path: str, *, check: bool) -> None:
         if "read" in asked:
             print(json.dumps(reading()), flush=True)
             continue
-        if "rows" in asked:
-            tree = TokenTree.chain(torch.tensor(ids_of(asked["rows"])[1:])) if asked["rows"] > 1 else None
-            mine = session.fork(128)
-            assert mine is not None, "the session was closed"
-            run = functools.partial(backend.forward, [Feed(mine, [7], tree)])
-            if asked.get("count"):
+        if asked.get("count"):
+            with pass_of(asked["rows"], session, backend) as run:
                 found = experts_read(backend.lean, run) if isinstance(backend, LeanForward) else (0.0, 0.0)
-                print(json.dumps(found), flush=True)
-                mine.close()
-                continue
-            start = time.perf_counter()
-            run()
-            seconds = time.perf_counter() - start
-            mine.close()
-        else:
-            params = SamplingParams(max_tokens=asked["tokens"], temperature=0, ignore_eos=True)
-            start = time.perf_counter()
-            engine.generate(asked["prompts"][0], params)
-            seconds = time.perf_counter() - start
-        print(json.dumps(seconds), flush=True)
+            print(json.dumps(found), flush=True)
+            continue
+        print(json.dumps(seconds_of(asked, engine, session)), flush=True)
 
 
 SPINNING = {"GOMP_SPINCOUNT": None}  # threads of llama.cpp meet often: it is a third slower without spinning

@@ -24,7 +24,7 @@ from typing import Any
 import common
 import torch
 import transformers
-from measure_gguf import Worker, ids_of, measured
+from measure_gguf import Worker, ids_of, measured, seconds_of
 from safetensors.torch import save_file
 
 from draftproof.backends.base import Feed
@@ -33,8 +33,6 @@ from draftproof.backends.loading.packed_checkpoint import read_packed
 from draftproof.engine.engine import Engine
 from draftproof.provenance import run_facts
 from draftproof.results import Results, median_and_range, table
-from draftproof.sampling import SamplingParams
-from draftproof.tree import TokenTree
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from support.packed_checkpoints import fields_of, tensors_of
@@ -118,21 +116,7 @@ def serve(path: str) -> None:
     engine = Engine(backend, prefix_reuse=False)
     print(json.dumps({"load": loaded, "backend": backend.kind}), flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        if "rows" in asked:
-            tree = TokenTree.chain(torch.tensor(ids_of(asked["rows"])[1:])) if asked["rows"] > 1 else None
-            mine = session.fork(PROMPT)
-            assert mine is not None, "the session was closed"
-            start = time.perf_counter()
-            backend.forward([Feed(mine, [7], tree)])
-            seconds = time.perf_counter() - start
-            mine.close()
-        else:
-            params = SamplingParams(max_tokens=asked["tokens"], temperature=0, ignore_eos=True)
-            start = time.perf_counter()
-            engine.generate(asked["prompts"][0], params)
-            seconds = time.perf_counter() - start
-        print(json.dumps(seconds), flush=True)
+        print(json.dumps(seconds_of(json.loads(line), engine, session)), flush=True)
 
 
 def speeds(worker: Worker) -> dict[str, float]:
