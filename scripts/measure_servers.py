@@ -225,6 +225,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3, help="of each server for each number of requests")
     parser.add_argument("--guidellm", metavar="PROGRAM", help="makes the load")
     given, options = parser.parse_known_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the servers would outlive it
     model, dtype = given.model, given.dtype
     load = guidellm_load(given.guidellm, models.resolve(model)) if given.guidellm else own_load
     command = [sys.executable, "-c", "from draftproof.cli import main; main()", "serve", "--served-model-name", "model"]
