@@ -5,8 +5,8 @@ is V / 32 outputs side by side:
 
 - each four inputs of these outputs (two of bfloat16, one of float32) are a vector to multiply. Bytes take one
   `vpdpbusd`; without it `vpmaddubsw` and an addition, and for each full sum of 16 bits `vpmaddwd` and an addition in
-  32, where the first of each sum is none; 8 bits also the weight's size, and the input with its sign. Floats take one
-  multiplication, those of bfloat16 two where no `vdpbf16ps` is used.
+  32, where the first of each sum is none; 8 bits two `vpmaddwd` and two additions, with a mask and a shift of the
+  weights for all rows. Floats take one multiplication, those of bfloat16 two where no `vdpbf16ps` is used.
 - such a vector is unpacked once for all rows: 4 bits by a mask for the lower halves, a shift and a mask for the upper
   ones; 5 and 6 bits by a shift, a mask and an `or` more (the last two are one with AVX-512), but one shift of a group;
   2 bits by masks and three shifts for four; places in a table of bytes by `vpshufb` more; in one of floats by a shift
@@ -95,14 +95,16 @@ def least_count(level: str, form: str, rows: int) -> Counter[Instruction] | None
         add(256 / outs, "vfmadd231ps")
     elif level not in ("x86-64-v4", "x86-64-v3"):
         add(vectors, "vpdpbusd")
+    elif of.bits == 8:
+        add(2 * vectors, "vpmaddwd")
+        add(2 * vectors - groups)  # additions, but the first
+        add(2 * vectors / rows)  # a mask and a shift
     else:
-        steps = 1 if of.bits == 8 else min(32767 // (2 * 127 * (2**of.bits - 1)), vectors / groups)
+        steps = min(32767 // (2 * 127 * (2**of.bits - 1)), vectors / groups)
         add(vectors, "vpmaddubsw")
         add(vectors - vectors / steps)  # additions in 16 bits
         add(vectors / steps, "vpmaddwd")
         add(vectors / steps - groups)  # additions in 32 bits, but the first
-        if of.bits == 8:
-            add(vectors * (1 + 1 / rows))  # the input with the weight's sign, and the weight's size
     unpacking = of.unpacking if not wide or of.wide_unpacking is None else of.wide_unpacking
     add(0 if of.bits == 16 and dots else vectors * unpacking / readers)
     if groups:

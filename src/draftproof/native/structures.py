@@ -414,9 +414,12 @@ def inputs_size(rows: int, ins: int) -> int:
 
 
 def quantized_inputs_size(rows: int, ins: int) -> int:
-    """Bytes that suffice for the inputs of a quantized product: numbers, padded, and twelve more for each group."""
+    """Bytes that suffice for the inputs of a quantized product: numbers, padded, and twelve more for each group.
+
+    A number has 16 bits where bytes are multiplied so (`byte_input` in lanes.h).
+    """
     least, most = GROUPS[0], GROUPS[-1]
-    return 64 + rows * (ins + most + 12 * -(-ins // least))
+    return 64 + rows * (2 * (ins + most) + 12 * -(-ins // least))
 
 
 def ggml_inputs_size(rows: int, ins: int) -> int:

@@ -478,13 +478,14 @@ static int ggml_tile_rows(long left) {
    and of Q6_K with groups of 16, so that these take one instruction for it. Other offsets are a power of two less. */
 enum { LESS_TIMES = 128, HALF_LESS_TIMES = 32 };
 
-/* Inputs in 8 bits: numbers [rows, padded]; [groups, rows] scales for each 32 of a row, and for each 32 and each 16 the sum of the
+/* Inputs in 8 bits: numbers [rows, padded], and the same as bytes read them, if weights need that; [groups, rows] scales for each 32 of a row, and for each 32 and each 16 the sum of the
    numbers, negated, LESS_TIMES and HALF_LESS_TIMES, and the sum times the scale; or, AS_FLOATS, [rows, padded]. There are rows for
    a whole tile; ggml_inputs_size of structures.py is the size of their memory. */
 typedef struct {
   int kind;
   float *whole;
   int8_t *numbers;
+  byte_input *of_bytes;
   float *scales, *sums, *half_sums;
   int32_t *less, *half_less;
   long rows, padded;
@@ -503,6 +504,7 @@ static ggml_inputs ggml_inputs_in(void *memory, long rows, long ins, int kind) {
   made.half_sums = made.sums + made.rows * groups;
   made.less = (int32_t *)(made.half_sums + made.rows * 2 * groups);
   made.half_less = made.less + made.rows * groups;
+  made.of_bytes = HALVES ? (byte_input *)(made.half_less + made.rows * 2 * groups) : (byte_input *)made.numbers;
   return made;
 }
 
@@ -513,6 +515,7 @@ static void ggml_clear_beyond(const ggml_inputs *x, long rows) {
     return;
   }
   memset(x->numbers + rows * x->padded, 0, more * (size_t)x->padded);
+  if (HALVES) memset(x->of_bytes + rows * x->padded, 0, more * (size_t)x->padded * sizeof(byte_input));
   for (size_t g = 0; g < groups; g++) {
     const long at = (long)g * x->rows + rows;
     memset(x->scales + at, 0, more * sizeof(float));
@@ -676,7 +679,7 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
                       const int blocks, const ggml_form f) {
   const long next = ggml_block_size(f, ins), pieces = next / ggml_piece_size(f);
   const long halves = f.group < GGML_GROUP ? 2 : 1;
-  const int bits = ggml_bits(f), offset = bits < 8 ? f.offset : f.offset - (f.is_whole ? WHOLE_BYTE_OFFSET : BYTE_OFFSET);
+  const int bits = ggml_bits(f), offset = bits < 8 ? f.offset : f.offset - BYTE_OFFSET;
   floats sum[8][4];
 #pragma GCC unroll 8
   for (int m = 0; m < rows; m++)
@@ -693,14 +696,15 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
     for (int b = 0; b < blocks; b++) in_common[b] = ggml_steps_of(f, steps + b * next);
     for (long g = 0; g < f.groups; g++) {
       const uint8_t *body = steps + ggml_steps(f) + g * ggml_numbers(f);
-      const int8_t *numbers = x->numbers + row * x->padded + piece * ggml_piece(f) + g * f.group;
+      const long first_input = row * x->padded + piece * ggml_piece(f) + g * f.group;
       const long ahead = ahead_of_blocks(w + next - body - ggml_numbers(f), next, blocks);
       const long of_row = piece * ggml_piece(f) / f.group + g;
       units total[8][4], dots[8][4]; /* totals begin with minus the offset times the sum of the inputs */
       const int8_t *inputs[8];
 #pragma GCC unroll 8
       for (int m = 0; m < rows; m++) {
-        inputs[m] = numbers + m * x->padded;
+        const long place = first_input + m * x->padded;
+        inputs[m] = bits == 8 ? (const int8_t *)(x->of_bytes + place) : x->numbers + place;
         __asm__("" : "+r"(inputs[m])); /* one register for each row; else GCC computes an address for each unit of each */
         units first = no_units();
         if (offset) {
@@ -729,15 +733,20 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
           const units taken = load_units(body + b * next + line);
           if (t == 0 || line != ggml_line(f, t - 1)) fetch_ahead(body + b * next + line + ahead, 0);
           const units weights = f.bits == 8 ? taken : ggml_unit(f, taken, higher[b], t);
+          if (bits == 8) {
+#pragma GCC unroll 2
+            for (int step = 0; step < BYTE_STEPS; step++) {
+            if (step) READ_AGAIN;
+              const units bytes = bytes_of_step(weights, step);
+#pragma GCC unroll 8
+              for (int m = 0; m < rows; m++)
+                total[m][b] = add_byte_dot(total[m][b], bytes, splat_unit(inputs[m] + 4 * (BYTE_STEPS * t + step)));
+            }
+            continue;
+          }
 #pragma GCC unroll 8
           for (int m = 0; m < rows; m++) {
-            const units input = splat_unit(inputs[m] + 4 * t);
-            if (bits == 8) {
-              total[m][b] = f.is_whole ? add_whole_byte_dot(total[m][b], weights, input) /* inputs of a row may be -128 */
-                                       : add_byte_dot(total[m][b], weights, input);
-              continue;
-            }
-            dots[m][b] = add_dot(dots[m][b], weights, input);
+            dots[m][b] = add_dot(dots[m][b], weights, splat_unit(inputs[m] + 4 * t));
             if ((t + 1) % steps_of_halves(bits) == 0 || t == f.group / 4 - 1) {
               total[m][b] = closed_dots(total[m][b], dots[m][b]);
               dots[m][b] = opened_dots(total[m][b]);

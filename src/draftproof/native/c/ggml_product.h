@@ -11,6 +11,7 @@ typedef struct {
   const int64_t *from;   /* which row of x each row here is; 0 where they are in order */
   const int64_t *groups; /* [count, 3]: number of a matrix, the first of the rows that it multiplies, how many they are */
   ggml_inputs inputs;
+  int has_bytes; /* whether weights are bytes, for which inputs lie in another way */
   long rows, outs, ins, blocks; /* blocks of a matrix */
   shares *shared;
 } NAME(ggml_product);
@@ -45,7 +46,9 @@ static void NAME(ggml_round)(const NAME(ggml_product) * p, long row) {
     float sum[2];
     for (int half = 0; half < 2; half++) {
       v[half] = of_row > 0 ? smaller(nearest(quotient(v[half], splat(of_row))), splat(127)) : nearest(mul(v[half], splat(by)));
-      store_bytes(to->numbers + row * to->padded + start + LANES * half, v[half]);
+      const long input = row * to->padded + start + LANES * half;
+      store_bytes(to->numbers + input, v[half]);
+      if (p->has_bytes) store_byte_inputs(to->of_bytes + input, v[half]);
       sum[half] = sum_of(v[half]);
       const long of_half = (start / LANES + half) * to->rows + row;
       to->half_sums[of_half] = scale * sum[half];
@@ -151,16 +154,18 @@ static void NAME(ggml_groups_product)(const ELEM *x, const int64_t *from, const 
                                       const ELEM *onto, ELEM *y, const int64_t *groups, long count, long rows, long outs,
                                       long ins, void *memory, long threads) {
   const int alone = threads < 2 || rows * outs * ins <= SMALL;
+  int has_bytes = 0;
   long blocks = 0, size = 0;
   for (int s = 0; s < w->count; s++) {
     const long next = ggml_size_of(w->of[s].type, ins);
     blocks += (w->of[s].outs + LANES - 1) / LANES;
     size = size < next ? next : size;
+    has_bytes |= HALVES && ggml_bits(ggml_forms[ggml_type_of(w->of[s].type)->form]) == 8;
   }
   shares shared;
   share_out(&shared, count * blocks, size, alone ? 1 : threads);
   const ggml_inputs inputs = ggml_inputs_in(memory, rows, ins, ggml_type_of(w->of[0].type)->inputs);
-  NAME(ggml_product) p = {x, bias, onto, w, y, from, groups, inputs, rows, outs, ins, blocks, &shared};
+  NAME(ggml_product) p = {x, bias, onto, w, y, from, groups, inputs, has_bytes, rows, outs, ins, blocks, &shared};
   if (rows < 1) return;
   ggml_clear_beyond(&p.inputs, rows);
   if (alone || rows < 8)

@@ -71,6 +71,13 @@
 
 enum { LANES = 16 };
 typedef uint16_t bfloat16; /* the upper half of a float32 */
+#ifdef WITH_HALVES
+typedef int16_t byte_input; /* what bytes are multiplied by: of each four inputs the first and the third, then the others */
+enum { BYTE_STEPS = 2 };
+#else
+typedef int8_t byte_input;
+enum { BYTE_STEPS = 1 };
+#endif
 
 #ifdef WITH_AVX512
 #include "lanes_avx512.h"

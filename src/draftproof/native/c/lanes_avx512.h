@@ -160,14 +160,15 @@ INLINE floats level_of(levels table, units v, const int bit) {
   return _mm512_permutexvar_ps(_mm512_srli_epi32(v, (unsigned)bit), table);
 }
 /* sum + the products of four bytes of w, below 64, and four signed bytes of x; with WITH_HALVES two of them in each half of a
-   unit (`steps_of_halves`). And of any bytes of w, less BYTE_OFFSET, and of x above -128; or less WHOLE_BYTE_OFFSET, and any x. */
+   unit (`steps_of_halves`). And those of any four bytes of w, less BYTE_OFFSET, and of four inputs (`store_byte_inputs`), in
+   BYTE_STEPS: of what `bytes_of_step` makes of w, and of a unit of the inputs. */
+enum { BYTE_OFFSET = 0 };
 #ifndef WITH_HALVES
-enum { BYTE_OFFSET = 0, WHOLE_BYTE_OFFSET = 0 };
 INLINE units add_dot(units sum, units w, units x) { return _mm512_dpbusd_epi32(sum, w, x); }
-INLINE units add_byte_dot(units sum, units w, units x) { return _mm512_dpbusd_epi32(sum, w, x); }
-INLINE units add_whole_byte_dot(units sum, units w, units x) { return add_byte_dot(sum, w, x); }
+INLINE units bytes_of_step(units w, const int step) { return (void)step, w; }
+INLINE units add_byte_dot(units sum, units w, units x) { return add_dot(sum, w, x); }
+INLINE void store_byte_inputs(byte_input *at, floats v) { store_bytes(at, v); }
 #else
-enum { BYTE_OFFSET = 128, WHOLE_BYTE_OFFSET = 0 };
 INLINE units add_dot(units sum, units w, units x) {
   sum = _mm512_add_epi16(sum, _mm512_maddubs_epi16(w, x));
   ADDED_NOW(sum);
@@ -178,14 +179,17 @@ INLINE units add_halves(units sum, units halves) {
   ADDED_NOW(sum);
   return sum;
 }
-INLINE units add_byte_dot(units sum, units w, units x) { /* the size of w and x with its sign: two products fit into 16 bits */
-  const units number = _mm512_xor_si512(w, _mm512_set1_epi8(-128));
-  const units turned = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(number), no_units(), x);
-  return add_halves(sum, _mm512_maddubs_epi16(_mm512_abs_epi8(number), turned));
+INLINE units bytes_of_step(units w, const int step) {
+  return step ? _mm512_srli_epi16(w, 8) : _mm512_and_si512(w, _mm512_set1_epi16(255));
 }
-INLINE units add_whole_byte_dot(units sum, units w, units x) {
-  const units upper = _mm512_madd_epi16(_mm512_maddubs_epi16(upper_halves(w), x), _mm512_set1_epi16(16));
-  return add_halves(_mm512_add_epi32(sum, upper), _mm512_maddubs_epi16(lower_halves(w), x));
+INLINE units add_byte_dot(units sum, units w, units x) {
+  sum = _mm512_add_epi32(sum, _mm512_madd_epi16(w, x));
+  ADDED_NOW(sum);
+  return sum;
+}
+INLINE void store_byte_inputs(byte_input *at, floats v) {
+  const units made = _mm512_shuffle_epi32(_mm512_cvtps_epi32(v), 0xd8);
+  _mm256_storeu_si256((__m256i *)at, _mm512_cvtepi32_epi16(made));
 }
 #endif
 #ifdef WITH_BYTE_DOTS

@@ -522,47 +522,46 @@ INLINE units add_halves(units sum, units halves) {
   return sum;
 }
 #endif
-/* sum + the products of four bytes of w, less BYTE_OFFSET, and four signed bytes of x above -128; or less WHOLE_BYTE_OFFSET, and
-   any bytes of x. */
-#if defined(__AVXVNNI__) || !(defined(WITH_AVX2) || defined(WITH_NEON))
-enum { BYTE_OFFSET = 0, WHOLE_BYTE_OFFSET = 0 };
-INLINE units add_byte_dot(units sum, units w, units x) { return add_dot(sum, w, x); }
-#elif defined(WITH_AVX2) /* the size of w and x with the sign of w: two products fit into 16 bits */
-enum { BYTE_OFFSET = 128, WHOLE_BYTE_OFFSET = 0 };
-INLINE units add_byte_dot(units sum, units w, units x) {
-  EACH_PART {
-    const __m256i number = (__m256i)(w.p[i] ^ 0x80808080u), turned = _mm256_sign_epi8((__m256i)x.p[i], number);
-    sum.p[i] += (bits_part)_mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(number), turned), _mm256_set1_epi16(1));
-    ADDED_NOW(sum.p[i]);
-  }
-  return sum;
-}
-#elif defined(__ARM_FEATURE_MATMUL_INT8)
-enum { BYTE_OFFSET = 0, WHOLE_BYTE_OFFSET = 0 };
-INLINE units add_byte_dot(units sum, units w, units x) {
-  EACH_PART sum.p[i] = (bits_part)vusdotq_s32((int32x4_t)sum.p[i], (uint8x16_t)w.p[i], (int8x16_t)x.p[i]);
-  return sum;
-}
+/* sum + the products of any four bytes of w, less BYTE_OFFSET, and of four inputs (`store_byte_inputs`), in BYTE_STEPS: of what
+   `bytes_of_step` makes of w, and of a unit of the inputs. */
+#if defined(WITH_NEON) && !defined(__ARM_FEATURE_MATMUL_INT8)
+enum { BYTE_OFFSET = 128 };
 #else
-enum { BYTE_OFFSET = 128, WHOLE_BYTE_OFFSET = 128 };
-INLINE units add_byte_dot(units sum, units w, units x) {
-  EACH_PART w.p[i] ^= 0x80808080u;
-  return add_signed_dot(sum, w, x);
-}
+enum { BYTE_OFFSET = 0 };
 #endif
-INLINE units add_whole_byte_dot(units sum, units w, units x) {
+INLINE units bytes_of_step(units w, const int step) {
+#ifdef WITH_HALVES /* the first and the third in 16 bits each, or the others */
+  EACH_PART w.p[i] = step ? (bits_part)_mm256_srli_epi16((__m256i)w.p[i], 8) : w.p[i] & 0x00ff00ffu;
+#elif defined(WITH_NEON) && !defined(__ARM_FEATURE_MATMUL_INT8)
+  EACH_PART w.p[i] ^= 0x80808080u;
+#endif
+  (void)step;
+  return w;
+}
+INLINE units add_byte_dot(units sum, units w, units x) {
 #ifdef WITH_HALVES
   EACH_PART {
-    const __m256i lower = _mm256_set1_epi8(15), number = (__m256i)w.p[i], input = (__m256i)x.p[i];
-    const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256(number, lower), input);
-    const __m256i high = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi32(number, 4), lower), input);
-    sum.p[i] += (bits_part)_mm256_madd_epi16(low, _mm256_set1_epi16(1));
-    sum.p[i] += (bits_part)_mm256_madd_epi16(high, _mm256_set1_epi16(16));
+    sum.p[i] += (bits_part)_mm256_madd_epi16((__m256i)w.p[i], (__m256i)x.p[i]);
     ADDED_NOW(sum.p[i]);
   }
   return sum;
+#elif !defined(WITH_NEON)
+  return add_dot(sum, w, x);
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  EACH_PART sum.p[i] = (bits_part)vusdotq_s32((int32x4_t)sum.p[i], (uint8x16_t)w.p[i], (int8x16_t)x.p[i]);
+  return sum;
 #else
-  return add_byte_dot(sum, w, x);
+  return add_signed_dot(sum, w, x);
+#endif
+}
+INLINE void store_byte_inputs(byte_input *at, floats v) {
+#ifdef WITH_HALVES
+  const units made = to_units(v);
+  const __m256i one = _mm256_shuffle_epi32((__m256i)made.p[0], 0xd8), two = _mm256_shuffle_epi32((__m256i)made.p[1], 0xd8);
+  const __m256i all = _mm256_packs_epi32(one, two); /* it packs each half of a register */
+  _mm256_storeu_si256((__m256i *)at, _mm256_permute4x64_epi64(all, 0xd8));
+#else
+  store_bytes(at, v);
 #endif
 }
 #ifdef WITH_BYTE_DOTS

@@ -5,7 +5,7 @@
 enum { MOST_GROUP = 128 };
 
 typedef struct {
-  int8_t *numbers; /* [rows, groups * group] */
+  int8_t *numbers; /* [rows, groups * group]; for weights of 8 bits of `byte_input` */
   float *scales;   /* [rows, groups] */
   float *sums;     /* [rows, groups], of the inputs as they were quantized */
   int32_t *starts; /* [rows, groups], of sums of products with bytes: BYTE_OFFSET times the sum of the numbers */
@@ -21,6 +21,9 @@ static quantized_inputs inputs_in(void *memory, long rows, long groups) {
   made.numbers = (int8_t *)(made.starts + rows * groups);
   return made;
 }
+
+/* Bytes of an input that weights of so many bits are multiplied by. */
+INLINE long input_size(const int bits) { return bits == 8 ? (long)sizeof(byte_input) : 1; }
 
 /* Bytes before the pieces of a block, and of a whole block (quantized.h); Quantized.shape of tensors.py is the same. */
 INLINE long quantized_head(long bits) { return bits < 8 ? 128 : 0; }

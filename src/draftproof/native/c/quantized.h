@@ -24,10 +24,11 @@ typedef struct {
   shares *shared;
 } NAME(quantized_product);
 
-static void NAME(quantize_row)(const ELEM *x, long ins, const quantized_inputs * to, long row, long groups, long group) {
+static void NAME(quantize_row)(const ELEM *x, long ins, const quantized_inputs * to, long row, long groups, long group,
+                               long bits) {
   for (long g = 0; g < groups; g++) {
     const long start = g * group, here = ins - start < group ? ins - start : group;
-    int8_t *numbers = to->numbers + row * groups * group + start;
+    const long place = row * groups * group + start;
     floats top = zeros();
     for (long i = 0; i < here; i += LANES) {
       const floats v = NAME(load_first)(x + start + i, here - i);
@@ -37,7 +38,10 @@ static void NAME(quantize_row)(const ELEM *x, long ins, const quantized_inputs *
     floats made = zeros();
     for (long i = 0; i < group; i += LANES) {
       const floats v = nearest(mul(NAME(load_first)(x + start + i, here - i), splat(by)));
-      store_bytes(numbers + i, v);
+      if (bits == 8)
+        store_byte_inputs((byte_input *)to->numbers + place + i, v);
+      else
+        store_bytes(to->numbers + place + i, v);
       made = add(made, v);
     }
     const float sum = sum_of(made);
@@ -53,7 +57,8 @@ INLINE const int8_t *NAME(add_lines)(const uint8_t *body, long next, long ahead,
                                      long places, long start, long stop, const int rows, const int blocks, const int bits,
                                      const int chains, units (*total)[QUANTIZED_BLOCKS],
                                      units (*dots)[QUANTIZED_BLOCKS][2]) {
-  for (long line = start; line < stop; line += 64, here += 32 / bits)
+  const long size = input_size(bits);
+  for (long line = start; line < stop; line += 64, here += 32 / bits * size)
 #pragma GCC unroll 4
     for (int b = 0; b < blocks; b++) {
       const units numbers = load_units(body + b * next + line);
@@ -61,14 +66,19 @@ INLINE const int8_t *NAME(add_lines)(const uint8_t *body, long next, long ahead,
 #pragma GCC unroll 4
       for (int i = 0; i < 8 / bits; i++) {
         const units weights = quantized_unit(numbers, bits, i);
+        if (bits < 8)
 #pragma GCC unroll 8
-        for (int m = 0; m < rows; m++) {
-          const units input = splat_unit(here + m * places + 4 * i);
-          if (bits == 8)
-            total[m][b] = add_byte_dot(total[m][b], weights, input);
-          else
-            dots[m][b][i % chains] = add_dot(dots[m][b][i % chains], weights, input);
-        }
+          for (int m = 0; m < rows; m++)
+            dots[m][b][i % chains] = add_dot(dots[m][b][i % chains], weights, splat_unit(here + m * places + 4 * i));
+        else
+#pragma GCC unroll 2
+          for (int step = 0; step < BYTE_STEPS; step++) {
+            if (step) READ_AGAIN;
+            const units bytes = bytes_of_step(weights, step);
+#pragma GCC unroll 8
+            for (int m = 0; m < rows; m++)
+              total[m][b] = add_byte_dot(total[m][b], bytes, splat_unit(here + m * places * size + 4 * step));
+          }
       }
     }
   return here;
@@ -83,7 +93,7 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
   const long most = HALVES && bits < 8 ? steps_of_halves(bits) * bits / 8 * 64 : size, part = most < size ? most : size;
   const long next = quantized_block_size(p->groups, p->group, bits);
   const uint8_t *start = p->w + block * next, *at = start + quantized_head(bits);
-  const int8_t *x = p->inputs.numbers + row * places;
+  const int8_t *x = p->inputs.numbers + row * places * input_size(bits);
   floats sum[QUANTIZED_ROWS][QUANTIZED_BLOCKS];
   floats offsets[QUANTIZED_ROWS][QUANTIZED_BLOCKS]; /* with 8 bits, `sum` takes both */
 #pragma GCC unroll 8
@@ -96,7 +106,7 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
     const long left = start + next - body - size;
     const long ahead = near ? ahead_of(left, (blocks - 1) * next) : ahead_of_blocks(left, next, blocks);
     units total[QUANTIZED_ROWS][QUANTIZED_BLOCKS], dots[QUANTIZED_ROWS][QUANTIZED_BLOCKS][2];
-    const int8_t *here = x + g * p->group;
+    const int8_t *here = x + g * p->group * input_size(bits);
     if (HALVES && bits < 8 && part == size) { /* nothing to add these sums to */
 #pragma GCC unroll 8
       for (int m = 0; m < rows; m++)
@@ -207,7 +217,7 @@ void NAME(draftproof_quantized_product)(const ELEM *x, const uint8_t *w, const E
   NAME(quantized_product) p = {w, bias, onto, y, inputs_in(memory, rows, groups), rows, outs, groups,
                                group, bits, &shared};
   if (rows < 1) return;
-  for (long row = 0; row < rows; row++) NAME(quantize_row)(x + row * ins, ins, &p.inputs, row, groups, group);
+  for (long row = 0; row < rows; row++) NAME(quantize_row)(x + row * ins, ins, &p.inputs, row, groups, group, bits);
   if (alone)
     NAME(share_quantized)(&p);
   else
