@@ -202,13 +202,15 @@ def survivors(files: list[str], arguments: list[str]) -> list[str]:
     from draftproof.native import build as library
     from support.native_mutants import MUTANTS as EVERY
 
-    level, unseen = library.choose()[0], []
-    chosen = [each for each in EVERY if not each.unit or "amx_tile" in level.needs]
+    levels, unseen = {level.name: level for level in library.choose()}, []
+    best = next(iter(levels))
+    chosen = [each for each in EVERY if each.level in (None, *levels)]
     known = {each.file for each in EVERY}
     if unknown := set(files) - known:
         sys.exit(f"expected files with faults ({', '.join(sorted(known))}), got {unknown.pop()}")
     chosen = [each for each in chosen if not files or each.file in files]
     for number, mutant in enumerate(chosen, 1):
+        level = levels[mutant.level or best]
         with tempfile.TemporaryDirectory() as folder:
             source, out = Path(folder) / "c", Path(folder) / "library.so"
             mutant.write(source)

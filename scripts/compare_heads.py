@@ -2,8 +2,9 @@
 
     python scripts/compare_heads.py [--speculators PYTHON] [--transformers PYTHON ...] [--out NAME]
 
-Each PYTHON is that of an environment of its own: with speculators 0.9 (`pip install torch==2.13.0 speculators==0.9.0`),
-or with transformers 5.22 or 5.24, which make Gemma 4 assistants (5.23 does not). There the scripts
+Each PYTHON is that of an environment of its own: with speculators 0.9 (`pip install torch==2.13.0 speculators==0.9.0`,
+then `pip uninstall torchaudio torchvision` where these are for another torch and transformers cannot be imported), or
+with transformers 5.22 or 5.24, which make Gemma 4 assistants (5.23 does not). There the scripts
 `make_head_references.py`, `make_mtp_references.py` and `make_assistant_references.py` of scripts/made_once make random
 heads and compute their logits again; here the heads are read from what was written, and compared. The control is the
 same head with weights rounded to bfloat16: a comparison that cannot see this sees nothing. Without a PYTHON, the files

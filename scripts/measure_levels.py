@@ -238,7 +238,7 @@ def main() -> None:
     levels = [level.name for level in library.choose()]
     parser.add_argument("--level", nargs="+", default=levels, choices=levels)
     parser.add_argument("--form", nargs="+", choices=FORMS, help="default: all, and a few at some levels")
-    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--turns", type=int, default=60, help="few are too few on a busy machine")
     options = parser.parse_args()
     threads = torch.get_num_threads()
     torch.manual_seed(0)

@@ -97,7 +97,7 @@ def test_a_generator_that_never_drafts_is_not_audited(monkeypatch):
 
 def test_gemma_4_assistants_are_lossy_where_they_can_be_built():
     report = audit_generator("Gemma 4 assistant")
-    if report.status.startswith("not audited"):  # transformers 5.23 cannot build them
+    if "set of layer types producing a cache" in report.status:  # transformers 5.23 cannot build them
         pytest.skip(report.status)
     assert report.rounded[0].total_variation == pytest.approx(0.467, abs=1e-3)
     assert report.rounded[1].verdict == "ok"

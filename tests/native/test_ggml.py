@@ -103,9 +103,10 @@ def test_a_rows_product_does_not_depend_on_the_rows_beside_it_or_the_threads(kin
         torch.set_num_threads(threads)
 
 
-def test_several_types_are_one_product(dtype):
+@pytest.mark.parametrize("kinds", [(12, 14, 8), (8, 14, 12)], ids=["bytes last", "bytes first"])
+def test_several_types_are_one_product(kinds, dtype):
     operations = OPERATIONS[dtype]
-    matrices = [matrix_of(kind, outs, 256, dtype, seed=kind)[0] for kind, outs in ((12, 48), (14, 16), (8, 37))]
+    matrices = [matrix_of(kind, outs, 256, dtype, seed=kind)[0] for kind, outs in zip(kinds, (48, 16, 37), strict=True)]
     assert why_not_joined(matrices) is None
     parts = [operations.ggml_repacked(each) for each in matrices]
     for rows in (1, 3, 20):

@@ -17,14 +17,14 @@ class CodeMutant(NamedTuple):
         old: the expression; it is there once.
         new: what stands in its place.
         tests: a file of tests that must fail then.
-        unit: whether only levels with a matrix unit run the code.
+        level: the only level whose code this is, of those here; None where the best one runs it.
     """
 
     file: str
     old: str
     new: str
     tests: str
-    unit: bool = False
+    level: str | None = None
 
     @property
     def name(self) -> str:
@@ -54,7 +54,9 @@ MUTANTS = (
         "const long token = t->token + query / t->group, seen = a->visible[token] + 1 - t->start;",
         _NATIVE,
     ),
-    CodeMutant("matrix_rows.h", "_tile_dpbf16ps(3, 5, 7)", "_tile_dpbf16ps(3, 4, 7)", "native/test_rows.py", unit=True),
+    CodeMutant(
+        "matrix_rows.h", "_tile_dpbf16ps(3, 5, 7)", "_tile_dpbf16ps(3, 4, 7)", "native/test_rows.py", "x86-64-v4-amx"
+    ),
     CodeMutant("ggml.h", "chosen_bits(higher, 4 - t, 0x10)", "chosen_bits(higher, 3 - t, 0x10)", _GGML),
     CodeMutant(
         "ggml.h", "load_half(steps + 32 * (f.groups + g))", "load_half(steps + 32 * (f.groups + (g ^ 1)))", _GGML
@@ -68,9 +70,31 @@ MUTANTS = (
         "ggml.h", "ggml_sixteen_steps(f, steps + b * next, 0)", "ggml_sixteen_steps(f, steps + 0 * next, 0)", _OWN
     ),
     CodeMutant("ggml.h", "x->whole + (row + m) * x->padded;", "x->whole + m * x->padded;", _GGML),
+    CodeMutant(
+        "lanes_parts.h", "_mm256_shuffle_epi32((__m256i)made.p[1], 0xd8)", "(__m256i)made.p[1]", _GGML, "x86-64-v3"
+    ),
+    CodeMutant(
+        "lanes_parts.h",
+        "step ? (bits_part)_mm256_srli_epi16((__m256i)w.p[i], 8)",
+        "step ? w.p[i]",
+        _QUANTIZED,
+        "x86-64-v3",
+    ),
+    CodeMutant(
+        "lanes_avx512.h",
+        "_mm512_shuffle_epi32(_mm512_cvtps_epi32(v), 0xd8)",
+        "_mm512_cvtps_epi32(v)",
+        _GGML,
+        "x86-64-v4",
+    ),
+    CodeMutant("ggml_product.h", "has_bytes |= HALVES && ", "has_bytes = HALVES && ", _GGML, "x86-64-v3"),
     CodeMutant("ggml_product.h", "largest_of(top) / 127, by", "largest_of(top) / 120, by", _GGML),
     CodeMutant(
-        "matrix_bytes.h", "own = g % (2 * GROUPS_AHEAD)", "own = (g + 1) % (2 * GROUPS_AHEAD)", _GGML, unit=True
+        "matrix_bytes.h",
+        "own = g % (2 * GROUPS_AHEAD)",
+        "own = (g + 1) % (2 * GROUPS_AHEAD)",
+        _GGML,
+        level="x86-64-v4-amx",
     ),
     CodeMutant("quantized.h", "splat(1.0f / 255)", "splat(1.0f / 250)", _QUANTIZED),
     CodeMutant("quantized.h", "tiles[end - row][1](p, row, block);", "tiles[end - row][1](p, 0, block);", _QUANTIZED),

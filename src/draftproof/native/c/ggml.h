@@ -478,9 +478,10 @@ static int ggml_tile_rows(long left) {
    and of Q6_K with groups of 16, so that these take one instruction for it. Other offsets are a power of two less. */
 enum { LESS_TIMES = 128, HALF_LESS_TIMES = 32 };
 
-/* Inputs in 8 bits: numbers [rows, padded], and the same as bytes read them, if weights need that; [groups, rows] scales for each 32 of a row, and for each 32 and each 16 the sum of the
-   numbers, negated, LESS_TIMES and HALF_LESS_TIMES, and the sum times the scale; or, AS_FLOATS, [rows, padded]. There are rows for
-   a whole tile; ggml_inputs_size of structures.py is the size of their memory. */
+/* Inputs in 8 bits: numbers [rows, padded], and the same in the order in which weights of 8 bits are multiplied by them;
+   [groups, rows] scales for each 32 of a row, and for each 32 and each 16 the sum of the numbers, negated, LESS_TIMES and
+   HALF_LESS_TIMES, and the sum times the scale; or, AS_FLOATS, [rows, padded]. There are rows for a whole tile; ggml_inputs_size
+   of structures.py is the size of their memory. */
 typedef struct {
   int kind;
   float *whole;
@@ -736,7 +737,7 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
           if (bits == 8) {
 #pragma GCC unroll 2
             for (int step = 0; step < BYTE_STEPS; step++) {
-            if (step) READ_AGAIN;
+              if (step) READ_AGAIN;
               const units bytes = bytes_of_step(weights, step);
 #pragma GCC unroll 8
               for (int m = 0; m < rows; m++)

@@ -71,8 +71,9 @@
 
 enum { LANES = 16 };
 typedef uint16_t bfloat16; /* the upper half of a float32 */
+/* An input that weights of 8 bits are multiplied by, and in how many steps they are. */
 #ifdef WITH_HALVES
-typedef int16_t byte_input; /* what bytes are multiplied by: of each four inputs the first and the third, then the others */
+typedef int16_t byte_input; /* of each four inputs the first and the third, then the others */
 enum { BYTE_STEPS = 2 };
 #else
 typedef int8_t byte_input;
