@@ -652,6 +652,25 @@ def test_a_cluster_does_not_divide_a_target(tmp_path, monkeypatch):
 # --- Parquet ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_columns_that_sound_like_options_are_a_warning(form, tmp_path, caplog):
+    rows = [{"id": number, "prompt": STORY, "temperature": 0.0, "seed": 3, "other": "x"} for number in range(2)]
+    path = tmp_path / f"in.{form}"
+    if form == "jsonl":
+        write(path, [{"id": 7, "prompt": STORY}, *rows])  # the first row has none
+    else:
+        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    found = command("--in", path, "--out", tmp_path / "out", "--max-tokens", 2, "--no-chat")
+    assert found.exit_code == 0, found.stderr
+    assert "the columns temperature, seed are not read" in found.stderr + caplog.text
+
+
+def test_lines_have_options_of_their_own(tmp_path):
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}, "seed": 1}
+    assert RowSource(write(tmp_path / "in.jsonl", [line])).unread == ()
+
+
 def test_parquet_in_and_out(engine, tmp_path):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -20,6 +21,7 @@ from draftproof.errors import UserError
 from draftproof.progress import Watch, silent
 from draftproof.provenance import fingerprint, model_name
 
+_log = logging.getLogger(__name__)
 # Arguments of Engine.load that answers do not depend on: where and how fast they are made.
 _FREE = ("max_batch", "kv_memory", "prefix_reuse", "device", "trust_remote_code")
 Answers = Callable[[Iterable[Row]], Generator[list[Result], None, None]]
@@ -86,6 +88,13 @@ def answer_all(
         KeyboardInterrupt: after SIGINT, with all results that had come on the disk.
         SystemExit: after SIGTERM, likewise.
     """
+    if source.unread:
+        _log.warning(
+            "%s: the columns %s are not read, since all rows have the same options: give them to the command, or write "
+            "lines of an OpenAI batch file",
+            source.path,
+            ", ".join(source.unread),
+        )
     with _ended_by_sigterm(), folder.open(run):
         summary = RunSummary(source.count, len(folder.done))
         left = (row for row in source.rows() if str(row.id) not in folder.done)

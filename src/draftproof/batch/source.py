@@ -6,7 +6,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,10 +15,12 @@ from typing import Any, BinaryIO
 from draftproof.errors import UserError, reason
 from draftproof.files import json_value
 from draftproof.provenance import file_digest
+from draftproof.sampling import SamplingParams
 
 FORMATS = ("jsonl", "parquet")
 PROMPT_KEYS = ("messages", "prompt", "text")
 LINE_KEYS = ("custom_id", "method", "url", "body")
+_SAMPLING = tuple(each.name for each in fields(SamplingParams))
 _BLOCK = 1 << 20
 _AT_ONCE = 1024  # rows of a Parquet file that are read together
 _NAMED = 5  # ids that an error names
@@ -53,16 +55,20 @@ class RowSource:
 
     def _open(self) -> None:
         seen: Counter[str] = Counter()
+        unread = dict.fromkeys(_SAMPLING, False)
         self.lines = False  # whether the rows are lines of an OpenAI batch file
         self.integers = True  # whether every id is a whole number
-        for number, values in enumerate(self._values(("id", *LINE_KEYS, *PROMPT_KEYS))):
+        for number, values in enumerate(self._values(("id", *LINE_KEYS, *PROMPT_KEYS, *_SAMPLING))):
             if number == 0:
                 self.lines = "custom_id" in values and "url" in values
                 self._id = "custom_id" if self.lines else "id" if "id" in values else None
             found = self._id_of(number, values)
             seen[str(found)] += 1
+            unread.update((name, True) for name in values.keys() & unread)
             self.integers = self.integers and isinstance(found, int)
         self.count = seen.total()
+        # columns that would be an option's, which prompts do not have
+        self.unread = () if self.lines else tuple(name for name, there in unread.items() if there)
         if not self.count:
             raise UserError(f"{self.path} is empty: expected rows with id and prompt, or those of an OpenAI batch file")
         if twice := [name for name, times in seen.items() if times > 1]:
@@ -172,7 +178,7 @@ def _parquet_rows(opened: BinaryIO, path: Path, columns: tuple[str, ...]) -> Ite
     try:
         with ParquetFile(opened) as file:
             wanted = [name for name in file.schema_arrow.names if name in columns]
-            if not wanted:
+            if not set(wanted).difference(_SAMPLING):
                 names = ", ".join(file.schema_arrow.names[:20]) or "none"
                 raise UserError(f"{path}: expected columns id and prompt, or {', '.join(LINE_KEYS)}; got {names}")
             for batch in file.iter_batches(_AT_ONCE, columns=wanted):
