@@ -1,15 +1,15 @@
 """Our server beside vLLM's, llama.cpp's, or ours of another checkout: speed, first tokens, pauses of streams.
 
-    python scripts/measure_servers.py OTHER MODEL [DTYPE] [--draft FILE] [--guidellm PROGRAM] [OPTION ...]
+    python scripts/measure_servers.py OTHER MODEL [DTYPE] [--draft FILE ...] [--guidellm PROGRAM] [OPTION ...]
 
 OTHER is the Python of an environment of its own, with vLLM, or the folder of another checkout of this repository, or
 llama.cpp for a MODEL that is a .gguf file: a folder with the package xllamacpp (`pip install --target`), or a
 llama-server. MODEL is a directory, file or name that both can read; options are those of `draftproof serve`, for our
 servers. One of the servers at a time has work, in turns, for several numbers of requests at once; the other one is
 stopped, since one that waits may keep a processor busy. With --draft, which is for .gguf files, each server also has
-turns with this draft model. Prompts and numbers of tokens are the same. The load comes from this process, by streams of
-/v1/completions, or from guidellm (in an environment of its own), with its synthetic prompts; its time between tokens is
-the mean of a request's. Tokens a second are medians over the turns, times are of all turns together.
+turns with each of these draft models. Prompts and numbers of tokens are the same. The load comes from this process, by
+streams of /v1/completions, or from guidellm (in an environment of its own), with its synthetic prompts; its time
+between tokens is the mean of a request's. Tokens a second are medians over the turns, times are of all turns together.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -176,11 +177,22 @@ def cells(found: Mapping[str, Any]) -> list[str]:
     """The cells of a row."""
     speed, ratio = median(found["speeds"]), median(found["ratios"])
     span = f"{ratio:.2f} [{min(found['ratios']):.2f}, {max(found['ratios']):.2f}]"
-    return [f"{speed:.1f}", span, *(f"{time:.0f}" for time in (*found["first"], *found["between"]))]
+    drafted, accepted, passes, tokens = found["counts"] or (0, 0, 0, 0)
+    shares = f"{accepted / drafted:.0%}" if drafted else "", f"{tokens / passes:.2f}" if passes else ""
+    return [f"{speed:.1f}", span, *(f"{time:.0f}" for time in (*found["first"], *found["between"])), *shares]
+
+
+def counts_of(port: int) -> list[float]:
+    """What one of our servers has counted since its start, in the order of COUNTED; nothing of other servers."""
+    answer = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60)
+    found = dict(re.findall(r"^draftproof:(\w+)_total\{[^}]*\} (\S+)$", answer.text, re.MULTILINE))
+    return [float(found[name]) for name in COUNTED if name in found]
 
 
 HEADS = ["at once", "server", "tokens a second", "the first / this one", "first token, ms", "99 of 100 below"]
-HEADS += ["between events, ms", "99 of 100 below"]
+HEADS += ["between events, ms", "99 of 100 below", "accepted", "tokens a pass"]
+COUNTED = ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "num_target_calls", "generation_tokens")
+"""What is read from our servers: tokens drafted and accepted, passes of the target, and tokens of answers."""
 
 
 class Server(NamedTuple):
@@ -220,7 +232,9 @@ def main() -> None:
     parser.add_argument("other")
     parser.add_argument("model")
     parser.add_argument("dtype", nargs="?", default="bfloat16")
-    parser.add_argument("--draft", metavar="FILE", help="a .gguf file that drafts, for both servers")
+    parser.add_argument(
+        "--draft", metavar="FILE", nargs="+", default=[], help=".gguf files that draft, for both servers"
+    )
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4, 8, 16], help="requests at once")
     parser.add_argument("--turns", type=int, default=3, help="of each server for each number of requests")
     parser.add_argument("--guidellm", metavar="PROGRAM", help="makes the load")
@@ -234,10 +248,11 @@ def main() -> None:
     ours = Server("ours", command + options, "/ready")
     most = max(given.at_once)
     plan = [ours, other_server(given.other, ours, model, dtype, None, most)]
-    if given.draft:
-        drafted = Server("ours, draft", [*ours.command, "--draft", given.draft], "/ready")
-        other = other_server(given.other, ours, model, dtype, given.draft, most)
-        plan = [drafted, *plan, other._replace(name=f"{other.name}, draft")]
+    for draft in reversed(given.draft):
+        name = "draft" if len(given.draft) == 1 else Path(draft).stem
+        drafted = Server(f"ours, {name}", [*ours.command, "--draft", draft], "/ready")
+        other = other_server(given.other, ours, model, dtype, draft, most)
+        plan = [drafted, *plan, other._replace(name=f"{other.name}, {name}")]
     servers, ports = dict[str, subprocess.Popen[bytes]](), {each.name: free_port() for each in plan}
     facts, found = run_facts(), dict[str, dict[str, Any]]()
     try:
@@ -248,12 +263,22 @@ def main() -> None:
             signal_all(servers[each.name], signal.SIGSTOP)
         for concurrency in given.at_once:
             turns: dict[str, list[Turn]] = {name: [] for name in ports}
+            counts: dict[str, list[list[float]]] = {name: [] for name in ports}
             for number in range(given.turns):
                 for name in list(ports) if number % 2 else list(ports)[::-1]:
                     signal_all(servers[name], signal.SIGCONT)
+                    before = counts_of(ports[name])
                     turns[name].append(load(ports[name], concurrency, number))
+                    pairs = zip(counts_of(ports[name]), before, strict=True)
+                    counts[name].append([after - earlier for after, earlier in pairs])
                     signal_all(servers[name], signal.SIGSTOP)
-            found[str(concurrency)] = {name: figures(made, turns[plan[0].name]) for name, made in turns.items()}
+            found[str(concurrency)] = {
+                name: {
+                    **figures(made, turns[plan[0].name]),
+                    "counts": [sum(each) for each in zip(*counts[name], strict=True)],
+                }
+                for name, made in turns.items()
+            }
             common.say(given, concurrency, *(f"{name}: {median(t.speed for t in turns[name]):.1f}" for name in turns))
     finally:
         for server in servers.values():
@@ -263,7 +288,8 @@ def main() -> None:
     rows = [[count, name, *cells(made)] for count, each in found.items() for name, made in each.items()]
     about = [
         f"{given.turns} turns for each number of requests at once, {TOKENS} tokens an answer, temperature 0, streams.",
-        "Speeds and ratios: medians; ratios with the least and the greatest of the turns.",
+        "Speeds and ratios: medians; ratios with the least and the greatest of the turns. Of our servers: the share of",
+        "drafted tokens that were accepted, and tokens of answers for each pass of the target and continuation.",
         "",
     ]
     names = " and ".join(dict.fromkeys(each.name.split(",")[0] for each in plan))
