@@ -27,7 +27,7 @@ typedef struct {
   void *mask, *out;
   float *scratch, *sinks;
   number rows, tokens, heads, key_heads, dim, capacity, horizon, angles, columns, scratch_size, copied, held, outcomes,
-      divided, own;
+      divided, own, halved;
   float scale, cap;
 } attention;
 

@@ -68,9 +68,9 @@ class EngineOptions:
             in groups of 32; float does not round, as a reference, and needs the memory of the full weights.
         weights: how to round the target's weights at load: int8, int4, or auto for not at all. A rounded model is
             another model, read in half or a quarter of the time; outputs are exact for it.
-        kv_dtype: number format of the target's keys and values: int8 (CPU with backend lean only), or auto for the
-            model's dtype. With int8 it is another model, which needs about half the memory for a session; outputs are
-            exact for it.
+        kv_dtype: number format of the target's keys and values: int8, bfloat16 or float32 (CPU with backend lean
+            only), or auto for the model's dtype, and bfloat16 for a .gguf file in few bits. With fewer bits than the
+            model's dtype it is another model, which needs less memory for a session; outputs are exact for it.
         max_model_len: longest sequence, prompt and text together; without it the target's own context.
         max_batch: sequences decoded together.
         kv_memory: memory for keys, values and states of both models, in bytes or as text such as 2GiB. Requests wait

@@ -451,7 +451,8 @@ class Operations(Immutable):
         """Rotate queries and keys, write keys and values to the cache, and attend; outputs of padding are zeros.
 
         Queries, keys and values of every token are contiguous, and overwritten. The layer's buffers have the shape that
-        `given` was made with; with 8 bits where there are scales, those of keys and behind them those of values.
+        `given` was made with; with 8 bits where there are scales, those of keys and behind them those of values; in
+        bfloat16 where `given` is of float32 rows and halves them.
         """
         tokens, heads = given.tokens, given.heads + 2 * given.key_heads
         require("fused", fused, self.dtype, (tokens, heads, given.dim))
@@ -468,7 +469,7 @@ class Operations(Immutable):
     def _require_buffers(self, given: AttentionArguments, keys: Tensor, values: Tensor, scales: Tensor | None) -> None:
         if not self.attends(given.dim):
             raise ValueError(f"expected heads of size 1 to {MOST_DIM}, got {given.dim}")
-        dtype = self.dtype if scales is None else torch.int8
+        dtype = torch.int8 if scales is not None else torch.bfloat16 if given.halved else self.dtype
         shape = (keys.shape[0], given.key_heads, given.capacity, given.dim)
         require("keys", keys, dtype, shape)
         require("values", values, dtype, shape)

@@ -69,6 +69,12 @@ class PassMask:
         return sum(-(-width // columns) for width in self.places[2::4])
 
     @functools.cached_property
+    def halved(self) -> Float[Tensor, "*tokens horizon"] | None:
+        """The mask in bfloat16, where the least number of float32 would be infinite."""
+        least = torch.finfo(torch.bfloat16).min
+        return None if self.mask is None else self.mask.clamp(min=least).to(torch.bfloat16)
+
+    @functools.cached_property
     def _buffers(self) -> dict[int, Tensor]:
         return {}
 
@@ -90,7 +96,7 @@ class AttentionArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("mask", "out", "scratch", "sinks")),
         *((name, ctypes.c_int64) for name in ("rows", "tokens", "heads", "key_heads", "dim", "capacity", "horizon")),
         *((name, ctypes.c_int64) for name in ("angles", "columns", "scratch_size")),
-        *((name, ctypes.c_int64) for name in ("copied", "held", "outcomes", "divided", "own")),
+        *((name, ctypes.c_int64) for name in ("copied", "held", "outcomes", "divided", "own", "halved")),
         ("scale", ctypes.c_float),
         ("cap", ctypes.c_float),
     ]
@@ -106,11 +112,13 @@ class AttentionArguments(ctypes.Structure):
         heads: int,
         scale: float,
         cap: float = 0.0,
+        halved: bool = False,
     ) -> AttentionArguments:
         """Make the structure from tensors.
 
         Angles are contiguous in the last dimension, sines with the sign of `rotate_half`; `shape` is that of the
         buffers of keys and of values, [slots, key heads, capacity, dim]; neighbouring query heads share a key head.
+        `halved`: whether keys and values are bfloat16, and rows float32.
 
         Raises:
             ValueError: shapes that do not fit together; C would read past an end.
@@ -131,12 +139,15 @@ class AttentionArguments(ctypes.Structure):
             divided = BY_SPANS if spans >= _MANY_SPANS * threads else BY_PARTS
         outcomes = scratch_size * (max(threads, spans) if divided == BY_PARTS else threads)
         size = outcomes + (spans if divided else threads) * columns * group * (LANES + whole)
+        of_halves = size if halved else 0
+        size += mask.tokens * heads * dim if halved else 0  # as many queries and as many outputs, of two bytes
+        added = mask.halved if halved else mask.mask
         return cls(
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             places=ctypes.addressof(mask.places),
             visible=ctypes.addressof(mask.visible),
-            mask=None if mask.mask is None else mask.mask.data_ptr(),
+            mask=None if added is None else added.data_ptr(),
             scratch=mask.buffer(size, torch.float32, 0).data_ptr(),
             rows=mask.rows,
             tokens=mask.tokens,
@@ -153,6 +164,7 @@ class AttentionArguments(ctypes.Structure):
             outcomes=outcomes,
             divided=divided,
             own=key_heads,
+            halved=of_halves,
             scale=scale,
             cap=cap,
         )

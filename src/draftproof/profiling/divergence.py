@@ -34,7 +34,8 @@ class DivergenceOptions:
         against: what it is compared with; without it the same name, with its own weights and inputs in floats.
         weights: int8 or int4 round the target's weights; auto leaves them.
         activations: int8 or float: inputs of weights that a .gguf file holds in few bits.
-        kv_dtype: int8 stores the target's keys and values in 8 bits; auto has the model's dtype.
+        kv_dtype: int8, bfloat16 or float32: the format of the target's keys and values; auto has the model's dtype,
+            and bfloat16 for a .gguf file in few bits.
         dtype: number format of both models.
         dataset: the texts.
         questions: how many of them.

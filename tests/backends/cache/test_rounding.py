@@ -62,7 +62,7 @@ def test_zeros_and_numbers_near_zero_are_zeros():
 
 def stored(passes, keys, values):
     """What a cache restores after some passes over two slots: pairs of slots and the positions that each writes."""
-    cache = SlotCache(rounds=True)
+    cache = SlotCache(kept=torch.int8)
     for _ in range(2):
         cache.acquire()
     for slots, base, width in passes:
@@ -95,7 +95,7 @@ def test_what_a_position_stores_does_not_depend_on_its_pass(shared, monkeypatch)
 
 def test_slots_are_copied_moved_and_cleared_with_their_scales():
     keys, values = (drawn(seed, 1, 2, 9, 16, dtype=torch.float32) for seed in (1, 2))
-    cache = SlotCache(rounds=True)
+    cache = SlotCache(kept=torch.int8)
     one = cache.acquire()
     cache.claim([one], [9])
     plan = WritePlan((one,), (0,), (9,))
@@ -124,12 +124,12 @@ def test_slots_are_copied_moved_and_cleared_with_their_scales():
 
 @pytest.mark.parametrize(("heads", "dim"), [(2, 64), (2, 128), (3, 64)])
 def test_a_long_sequence_takes_about_half_of_its_bytes_in_16_bits(heads, dim):
-    def size(*, rounds):
-        cache = SlotCache(rounds=rounds)
+    def size(*, kept):
+        cache = SlotCache(kept=kept)
         cache.claim([cache.acquire()], [8192])
         for layer in range(2):
             cache.buffers(layer, heads, dim, torch.zeros(1, dtype=torch.bfloat16))
         assert cache.nbytes == cache.sequence_nbytes(8192) == cache.batch_nbytes([8192])
         return cache.nbytes
 
-    assert size(rounds=True) / size(rounds=False) == pytest.approx((dim + 4) / (2 * dim), rel=1e-3)
+    assert size(kept=torch.int8) / size(kept=None) == pytest.approx((dim + 4) / (2 * dim), rel=1e-3)

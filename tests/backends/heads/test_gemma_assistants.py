@@ -148,6 +148,7 @@ def test_keys_and_values_of_a_gguf_file_are_read(name, tmp_path):
     )
     assert float((made - expected).norm() / expected.norm()) < 1e-3
     assert float((other - expected).norm() / expected.norm()) > 0.1, "negative control: a token less"
+    few.store_kv(torch.bfloat16)
     drafter = make_drafter(f"assistant:{folder}", target=few, draft=None, stopper="fixed:3")
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_tokens=16, temperature=temperature, seed=3, ignore_eos=True)

@@ -260,7 +260,7 @@ def test_new_weights_are_read(name):
 @pytest.mark.parametrize("name", FAST)
 def test_keys_and_values_may_have_8_bits(name):
     target = packed(copy.deepcopy(model(name)), name=name, check=False)
-    target.round_kv()
+    target.store_kv(torch.int8)
     whole = read(target, target.open(), IDS[:1], IDS[1:])
     assert 1e-5 < off(whole, own(name)) < (0.5 if name == "26B" else 0.05), "tokens choose other experts"
     session = target.open()
@@ -268,7 +268,7 @@ def test_keys_and_values_may_have_8_bits(name):
     with pytest.raises(UserError, match="without kv_dtype int8"):
         AssistantBackend(str(ASSISTANT_DATA / "shared" / "assistant"), target)
     with pytest.raises(UserError, match="kv_dtype: expected auto"):
-        LeanModulesBackend(model(name), name=name, check=False).round_kv()
+        LeanModulesBackend(model(name), name=name, check=False).store_kv(torch.int8)
 
 
 @pytest.mark.parametrize("name", ["plain", "26B"])

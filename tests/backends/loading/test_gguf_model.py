@@ -263,11 +263,16 @@ def test_weights_take_the_memory_of_the_file(kinds, written):
 @pytest.mark.parametrize(
     "name", ["llama", "gemma3", "glm4", "qwen3moe", "granitemoe, shared", "gpt-oss", "F16", "BF16", "mixed"]
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_has_the_same_bits_alone_and_among_others(name, dtype, written):
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
+    ids=str,
+)
+def test_a_row_has_the_same_bits_alone_and_among_others(name, dtype, kept, written):
     kinds = {"F16": (F16,), "BF16": (BF16,), "mixed": (12, F16, None, BF16, 14)}
     path = written("llama", kinds[name])[1] if name in kinds else written(name)[1]
     backend = read_model(GGUFFile(path), name=name, dtype=dtype)
+    backend.store_kv(kept)
     assert backend.rounding == ""
     whole = logits_of(backend)
     session = backend.open()
@@ -279,10 +284,28 @@ def test_a_row_has_the_same_bits_alone_and_among_others(name, dtype, written):
         assert torch.equal(output.logits, whole)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "options", "kept"),
+    [
+        ((12, 14, 8), {}, torch.bfloat16),
+        ((8,), {}, torch.bfloat16),
+        ((F16,), {}, None),
+        ((12, 14, 8), {"activations": "float"}, None),
+        ((12, 14, 8), {"dtype": "bfloat16"}, None),
+        ((12, 14, 8), {"kv_dtype": "float32"}, None),
+    ],
+    ids=str,
+)
+def test_keys_and_values_have_half_the_bits_of_hidden_states_where_weights_have_few(kinds, options, kept, written):
+    backend = in_own_numbers(GGUFFile(written("llama", kinds)[1]), "x", LoadOptions(**options))
+    assert backend.cache.kept == kept
+
+
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("name", ["llama", "qwen3moe", "gpt-oss"])
 def test_texts_are_equal_with_and_without_drafts(name, level, written):
-    backend = read_model(GGUFFile(written(name)[1]), name="x", dtype=torch.float32)
+    backend = in_own_numbers(GGUFFile(written(name)[1]), "x", LoadOptions())
+    assert backend.cache.kept == torch.bfloat16, "the default"
     model = DraftModel(EarlyExitBackend(backend, 2), vocab_size=320)
     prompt = [5, 9, 2, 7] * 4
     for temperature in (0.0, 1.0):

@@ -173,15 +173,33 @@ class SlotBackend(ABC):
             "take a checkpoint that is quantized already"
         )
 
-    def round_kv(self) -> None:
-        """From now on, store keys and values in 8 bits (`rounding`): another model, whose sessions take less memory.
+    @property
+    def stores_kv(self) -> bool:
+        """Whether `store_kv` works."""
+        return False
+
+    def store_kv(self, dtype: torch.dtype) -> None:
+        """From now on, store keys and values in fewer bits: another model, whose sessions take less memory.
 
         Call it before a session is opened.
+
+        Args:
+            dtype: int8 (`rounding`), bfloat16 beside float32 rows, or that of the rows.
+
+        Raises:
+            UserError: another dtype, or a backend that stores them as they are.
         """
-        raise UserError(
-            f"kv_dtype: expected auto for {self.name} on backend {self.kind} and {self.device.type}, got int8: only "
-            "backend lean stores keys and values in 8 bits, on a CPU"
-        )
+        name = str(dtype).removeprefix("torch.")
+        if not self.stores_kv:
+            raise UserError(
+                f"kv_dtype: expected auto for {self.name} on backend {self.kind} and {self.device.type}, got {name}: "
+                "only backend lean stores keys and values in another format, on a CPU"
+            )
+        if dtype not in (self.dtype, torch.int8) and (self.dtype, dtype) != (torch.float32, torch.bfloat16):
+            rows = str(self.dtype).removeprefix("torch.")
+            legal = "auto, int8" if self.dtype != torch.float32 else "auto, float32, bfloat16, int8"
+            raise UserError(f"kv_dtype: expected one of {legal} for {self.name}, whose dtype is {rows}, got {name}")
+        self._cache = SlotCache(self.facts.max_positions, kept=None if dtype == self.dtype else dtype)
 
     @abstractmethod
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:

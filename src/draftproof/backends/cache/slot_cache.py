@@ -113,11 +113,11 @@ class SlotCache:
 
     Args:
         longest: positions that a sequence may have, where that is known.
-        rounds: whether keys and values are stored in 8 bits (`rounding`).
+        kept: number format of keys and values: int8 (`rounding`), another one, or None for that of the rows.
     """
 
-    def __init__(self, longest: int | None = None, *, rounds: bool = False) -> None:
-        self.rounds = rounds
+    def __init__(self, longest: int | None = None, *, kept: torch.dtype | None = None) -> None:
+        self.kept = kept
         # must be held to read, write or grow buffers: C code uses their memory without Python's own lock
         self.lock = threading.RLock()
         self._mapped = -(-min(longest or 0, _MAPPED[1]) // _FIRST_CAPACITY) * _FIRST_CAPACITY
@@ -399,11 +399,11 @@ class SlotCache:
     def buffers(self, layer: int, heads: int, dim: int, like: Tensor) -> Stored:
         """A layer's buffers, for callers that follow a write plan.
 
-        `like` has the dtype of keys where they are not rounded, and is on their device.
+        `like` is a row, on their device.
         """
-        numbers = like.new_empty(0, dtype=torch.int8) if self.rounds else like
+        numbers = like if self.kept is None else like.new_empty(0, dtype=self.kept)
         keys, values = (self._fit(store, layer, heads, dim, numbers) for store in (self._keys, self._values))
-        if not self.rounds:
+        if self.kept != torch.int8:
             return Stored(keys, values, None)
         scales = like.new_empty(0, dtype=torch.float32)
         return Stored(keys, values, self._fit(self._scales, layer, 2 * heads, 1, scales))
@@ -416,8 +416,10 @@ class SlotCache:
         values: Float[Tensor, "rows heads width vdim"],
     ) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values and return everything up to the plan's horizon for its rows."""
-        if not self.rounds:
-            return self._exchange(self._keys, layer, plan, keys), self._exchange(self._values, layer, plan, values)
+        if self.kept != torch.int8:
+            dtype = self.kept or keys.dtype
+            of_keys = self._exchange(self._keys, layer, plan, keys.to(dtype))
+            return of_keys.to(keys.dtype), self._exchange(self._values, layer, plan, values.to(dtype)).to(values.dtype)
         (of_keys, key_scales), (of_values, value_scales) = rounding.rounded_keys(keys), rounding.rounded(values)
         of_keys = self._exchange(self._keys, layer, plan, of_keys)
         of_values = self._exchange(self._values, layer, plan, of_values)

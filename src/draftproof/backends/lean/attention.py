@@ -249,9 +249,14 @@ def sees_all(layout: Layout, window: int | None) -> bool:
     return alone and not any(feed.session.tail for feed in layout.feeds)
 
 
-def arguments(heads: Heads, at: Pass, shape: Sequence[int], mask: PassMask) -> AttentionArguments:
-    """What C's attention is told of a layer in a pass; `shape` is that of its keys' buffer."""
-    return AttentionArguments.of(*at.angles(heads), shape, mask, heads=heads.queries, scale=heads.scale, cap=heads.cap)
+def arguments(
+    heads: Heads, at: Pass, shape: Sequence[int], mask: PassMask, dtype: torch.dtype | None
+) -> AttentionArguments:
+    """What C's attention is told of a layer in a pass; `shape` and `dtype` are those of its keys' buffer."""
+    cos, sin = at.angles(heads)
+    halved = dtype == torch.bfloat16 != cos.dtype
+    given = cos, sin, shape, mask
+    return AttentionArguments.of(*given, heads=heads.queries, scale=heads.scale, cap=heads.cap, halved=halved)
 
 
 class NativeAttention(Attention):
@@ -291,6 +296,6 @@ class NativeAttention(Attention):
     ) -> Float[Tensor, "tokens inner"]:
         heads = self.heads
         stored = at.cache.buffers(layer, heads.keys, heads.dim, fused)
-        given = arguments(heads, at, stored.keys.shape, mask)
+        given = arguments(heads, at, stored.keys.shape, mask, stored.keys.dtype)
         given.sinks = None if self._sinks is None else self._sinks.data_ptr()
         return self.operations.attend(fused, given, *stored)

@@ -161,11 +161,10 @@ class LeanForward(SlotBackend):
         assert lean is not None, "the last step gives the model"
         return self._form(replace(self.facts, bits=bits), lean)
 
+    @property
     @override
-    def round_kv(self) -> None:
-        if self.kind != LeanForward.kind or self.device.type != "cpu":
-            super().round_kv()
-        self._cache = SlotCache(self.facts.max_positions, rounds=True)
+    def stores_kv(self) -> bool:
+        return self.kind == LeanForward.kind and self.device.type == "cpu"
 
     @override
     def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> SlotBackend:
@@ -181,8 +180,8 @@ class LeanForward(SlotBackend):
         lean.rope = self.lean.rope
         lean.windows = self.lean.windows
         made = self._form(self.facts, lean)
-        if self._cache.rounds:
-            made.round_kv()
+        if self._cache.kept is not None:
+            made.store_kv(self._cache.kept)
         made.keeps = False
         return made
 

@@ -89,7 +89,7 @@ class ReadByLean(HFBackend):
             pack_layers(model)
         made = self._with_model(model)
         made.keeps = False
-        made._cache = SlotCache(self.facts.max_positions, rounds=self._cache.rounds)  # noqa: SLF001 - of this class
+        made._cache = SlotCache(self.facts.max_positions, kept=self._cache.kept)  # noqa: SLF001 - of this class
         made._recorded = ()  # noqa: SLF001
         return made
 
@@ -143,13 +143,16 @@ class LeanModulesBackend(ReadByLean):
         model, name = first_layers(self.model, layers, self.name), f"{self.name}, first {layers} layers"
         return type(self)(model, pack=self.packed, name=name, cache=self._cache)
 
+    @property
     @override
-    def round_kv(self) -> None:
-        """Others do not read its keys any more (`whole_keys`)."""
-        if not self.reads_all:
-            super().round_kv()
-        self._cache = SlotCache(self.facts.max_positions, rounds=True)
-        self.whole_keys = False
+    def stores_kv(self) -> bool:
+        return self.reads_all
+
+    @override
+    def store_kv(self, dtype: torch.dtype) -> None:
+        """Others do not read keys of 8 bits any more (`whole_keys`)."""
+        super().store_kv(dtype)
+        self.whole_keys = dtype != torch.int8
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         if self.lean is None or not (self.reads_all or layout.ids.numel() <= MOST_ROWS):

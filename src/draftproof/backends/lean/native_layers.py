@@ -46,6 +46,7 @@ class _Places:
 
     Attributes:
         shapes: of the buffers of each attention; None where no layer has some.
+        dtype: of keys; None where no layer has buffers.
     """
 
     def __init__(self, layers: Sequence[Any], which: Sequence[int], cache: SlotCache, like: Tensor) -> None:
@@ -59,6 +60,7 @@ class _Places:
             (ctypes.c_void_p * len(stored))(*(None if each is None else each.data_ptr() for each in store))
             for store in zip(*stored, strict=True)
         )
+        self.dtype = next((keys.dtype for keys, _, _ in stored if keys is not None), None)
         self.shapes: list[Sequence[int] | None] = [None] * (1 + max(which))
         for one, (keys, _, _) in zip(which, stored, strict=True):
             if keys is not None:
@@ -94,7 +96,7 @@ class NativeLayers:
             mask = masks[kind]
             # where no layer has buffers, the shape of some that would hold the pass
             fits = shape or (mask.slots, heads.keys, max(mask.end, mask.horizon), heads.dim)
-            given[number] = arguments(heads, at, fits, mask)
+            given[number] = arguments(heads, at, fits, mask, places.dtype)
         for each, (kind, _) in zip(given, self._attentions, strict=True):  # the last one may have made it larger
             each.scratch = masks[kind].buffer(0, torch.float32, 0).data_ptr()
         work = masks[self._attentions[0][0]].buffer(self._stack.work(given), x.dtype, 1)

@@ -50,6 +50,7 @@ from draftproof.progress import bar, silent
 
 _log = logging.getLogger(__name__)
 _LARGE = 1 << 30  # bytes of a file from which on reading takes seconds
+_FEW_BITS = 8  # of a weight, on the mean: products with such weights round their inputs to 8 bits
 _SCALED_BY_TRANSFORMERS = ("gpt-oss",)  # architectures whose `rope.scaling` transformers reads
 _FULL = "the weights of %s are read as full ones, by transformers: %s"
 
@@ -177,7 +178,7 @@ def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> SlotBacke
     watch = bar if large and sys.stderr is not None and sys.stderr.isatty() else silent
     try:
         with watch(f"reading {name}", len(file.tensors), 0) as tick:
-            return read(file, name=name, dtype=dtype, activations=options.activations, check=options.check, tick=tick)
+            made = read(file, name=name, dtype=dtype, activations=options.activations, check=options.check, tick=tick)
     except UnreadError as cause:
         if file.of_architecture("expert_count"):
             raise UserError(
@@ -186,6 +187,15 @@ def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> SlotBacke
             ) from cause
         _leave_to_transformers(file, name, str(cause))
         return None
+    if options.kv_dtype == "auto" and options.activations == "int8" and _stores_halves(made):
+        made.store_kv(torch.bfloat16)
+    return made
+
+
+def _stores_halves(made: SlotBackend) -> bool:
+    """Whether keys and values are bfloat16 by default: where inputs of products are rounded to far fewer bits."""
+    bits = made.facts.bits
+    return made.stores_kv and made.dtype == torch.float32 and bits is not None and bits <= _FEW_BITS
 
 
 def _leave_to_transformers(file: GGUFFile, name: str, why: str) -> None:

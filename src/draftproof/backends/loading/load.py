@@ -15,7 +15,7 @@ from draftproof.backends.loading.adapters import tokenizer_of
 from draftproof.backends.loading.by_name import load_backend, take_part
 from draftproof.backends.loading.fast_tokenizer import FastTokenizer
 from draftproof.backends.loading.gguf_model import in_own_numbers, refuse_head
-from draftproof.backends.loading.options import WEIGHTS, LoadOptions
+from draftproof.backends.loading.options import KV_DTYPES, WEIGHTS, LoadOptions
 from draftproof.backends.loading.packed_checkpoint import read_packed
 from draftproof.backends.loading.stored_backends import rounded
 from draftproof.backends.loading.tokenization import load_tokenizer, read_tokenizer, share_of_text, shared_tokens
@@ -93,9 +93,15 @@ class LoadedModel:
             _log.warning(
                 "the weights of %s are rounded to %d bits: texts are those of the rounded model", self.name, bits
             )
-        if self._options.kv_dtype == "int8":
-            made.round_kv()
-            _log.warning("keys and values of %s are rounded to 8 bits: texts are those of this model", self.name)
+        dtype = KV_DTYPES[self._options.kv_dtype]
+        if dtype is not None:
+            made.store_kv(dtype)
+        if dtype not in (None, made.dtype):
+            _log.warning(
+                "keys and values of %s are rounded to %d bits: texts are those of this model",
+                self.name,
+                8 * dtype.itemsize,
+            )
         return made
 
     def _as_it_is(self) -> SlotBackend:

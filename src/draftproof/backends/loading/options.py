@@ -18,7 +18,13 @@ DTYPES: dict[str, torch.dtype | str] = {
     "float16": torch.float16,
 }
 ACTIVATIONS = ("int8", "float")  # inputs of products with weights that a GGUF file holds in few bits
-KV_DTYPES = ("auto", "int8")  # of stored keys and values
+KV_DTYPES: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
+"""Of stored keys and values."""
 WEIGHTS: dict[str, int | None] = {"auto": None, **{f"int{bits}": bits for bits in BITS}}
 
 

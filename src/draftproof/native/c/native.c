@@ -169,18 +169,19 @@ static bound bound_of(float *v, long size, long count) {
   }
 }
 
-#define ELEM float
-#define UNIT 1
-#define NAME(x) x##_float
+/* float32 rows may have keys and values in bfloat16, which its attention reads. */
+#define ELEM bfloat16
+#define UNIT 2
+#define NAME(x) x##_bfloat16
 #include "typed.h"
 #include "rescore.h"
 #undef ELEM
 #undef UNIT
 #undef NAME
 
-#define ELEM bfloat16
-#define UNIT 2
-#define NAME(x) x##_bfloat16
+#define ELEM float
+#define UNIT 1
+#define NAME(x) x##_float
 #include "typed.h"
 #include "rescore.h"
 #undef ELEM

@@ -271,7 +271,8 @@ int NAME(draftproof_legal)(const ELEM *x, long rows, long dim) {
 typedef struct {
   ELEM *fused;            /* [tokens, heads + 2 own, dim]; queries are rotated in place */
   const ELEM *cos, *sin;  /* of each token, `angles` apart; sin with the sign of rotate_half */
-  void *keys, *values;    /* [slots, key_heads, capacity, dim]: of the rows' type, or int8 where there are scales */
+  void *keys, *values;    /* [slots, key_heads, capacity, dim]: of the rows' type, int8 where there are scales, or bfloat16
+                             where `halved` is not 0 */
   float *scales;          /* [slots, 2 key_heads, capacity]: of each head's keys, and behind them of its values; or 0 */
   const int64_t *places;  /* slot, first position, width and first token of each row; rows are in the order of tokens */
   const int64_t *visible; /* [tokens]: slots that a token may see, before the mask */
@@ -284,6 +285,8 @@ typedef struct {
   long copied, held;          /* where a thread's copy of queries begins in its scratch, and outcomes of a tile */
   long outcomes, divided;     /* where the outcomes of spans begin; which of DIVISIONS */
   long own;                   /* heads of new keys and values: all key heads, or 0 where others have written them */
+  long halved;                /* where queries and outputs in bfloat16 begin in scratch, for float32 rows whose keys, values and
+                                 mask are bfloat16; else 0 */
   float scale, cap; /* cap: scores become cap tanh(score / cap), before the mask; 0 for none */
 } NAME(attention);
 
@@ -329,6 +332,16 @@ static void NAME(store_bytes)(const NAME(attention) * a, long slot, long head, l
   scales[a->key_heads * a->capacity] = round_to_bytes(numbers, (int8_t *)a->values + at, a->dim);
 }
 
+#if UNIT == 1
+/* Numbers of a head in bfloat16. */
+static void halve(const float *x, bfloat16 *to, long dim) {
+  for (long i = 0; i < dim; i += LANES) store_first_bfloat16(to + i, dim - i, load_first_float(x + i, dim - i));
+}
+
+INLINE bfloat16 *halved_queries(const attention_float *a) { return (bfloat16 *)(a->scratch + a->halved); }
+INLINE bfloat16 *halved_outputs(const attention_float *a) { return halved_queries(a) + a->tokens * a->heads * a->dim; }
+#endif
+
 /* Rotate queries and keys of some tokens, and write keys and values to the cache; padding is not written. */
 static void NAME(store_tokens)(const NAME(attention) * a, long start, long stop) {
   const long stride = (a->heads + 2 * a->own) * a->dim;
@@ -343,12 +356,22 @@ static void NAME(store_tokens)(const NAME(attention) * a, long start, long stop)
         ELEM *query = fused + head * a->dim;
         NAME(turn)(a->dim, query, query, cos, sin);
         if (a->scales) NAME(hadamard_query)(a, query);
+#if UNIT == 1
+        if (a->halved) halve(query, halved_queries(a) + (token * a->heads + head) * a->dim, a->dim);
+#endif
       }
       for (long head = 0; head < a->own; head++) {
         const long at = ((place[0] * a->key_heads + head) * a->capacity + place[1] + column) * a->dim;
         const ELEM *value = fused + (a->heads + a->key_heads + head) * a->dim;
-        ELEM turned[MOST_DIM], *key = a->scales ? turned : (ELEM *)a->keys + at;
+        ELEM turned[MOST_DIM], *key = a->scales || a->halved ? turned : (ELEM *)a->keys + at;
         NAME(turn)(a->dim, fused + (a->heads + head) * a->dim, key, cos, sin);
+#if UNIT == 1
+        if (a->halved) {
+          halve(key, (bfloat16 *)a->keys + at, a->dim);
+          halve(value, (bfloat16 *)a->values + at, a->dim);
+          continue;
+        }
+#endif
         if (a->scales)
           NAME(store_bytes)(a, place[0], head, place[1] + column, key, value);
         else
@@ -948,17 +971,47 @@ static void NAME(share_tiles)(void *given) {
         }
 }
 
+#if UNIT == 1
+static void share_halved_outputs(void *given) {
+  const attention_float *a = given;
+  const long size = a->heads * a->dim, first = a->tokens * thread_number() / thread_count();
+  const long last = a->tokens * (thread_number() + 1) / thread_count();
+  const bfloat16 *from = halved_outputs(a);
+  for (long i = first * size; i < last * size; i += LANES)
+    store_first_float(a->out + i, last * size - i, load_first_bfloat16(from + i, last * size - i));
+}
+
+/* What bfloat16 rows make of the same queries, keys and values. */
+static void attend_in_halves(const attention_float *a, long threads, long of_tokens) {
+  attention_bfloat16 halves = {
+      .fused = halved_queries(a), .keys = a->keys, .values = a->values, .places = a->places, .visible = a->visible,
+      .mask = (const bfloat16 *)a->mask, .out = halved_outputs(a), .scratch = a->scratch, .sinks = a->sinks, .rows = a->rows,
+      .tokens = a->tokens, .heads = a->heads, .key_heads = a->key_heads, .dim = a->dim, .capacity = a->capacity,
+      .horizon = a->horizon, .columns = a->columns, .scratch_size = a->scratch_size, .copied = a->copied, .held = a->held,
+      .outcomes = a->outcomes, .divided = a->divided, .scale = a->scale, .cap = a->cap};
+  clear_padding_bfloat16(&halves);
+  parallel(share_tiles_bfloat16, &halves, (unsigned)threads, 0);
+  parallel(share_halved_outputs, (void *)a, (unsigned)of_tokens, 0);
+}
+#endif
+
 /* Rotate, store, attend. dim is from 1 to MOST_DIM. An area of scratch has for columns * group queries, rounded up to a multiple
    of 16, scores of SPAN keys, or of as many as the horizon has, in whole vectors of 32; from `copied` on a copy of each, of
    dim floats, rounded up to a multiple of 16 UNIT; and from `held` on an outcome of each. */
 void NAME(draftproof_attend)(NAME(attention) * a, long threads) {
-  const long tokens = a->tokens;
+  const long tokens = a->tokens, all = threads > 1 ? threads : 1, of_tokens = tokens >= 64 ? all : 1;
   NAME(clear_padding)(a);
-  if (threads > 1 && tokens >= 64)
+  if (of_tokens > 1)
     parallel(NAME(share_tokens), a, (unsigned)threads, 0);
   else
     NAME(store_tokens)(a, 0, tokens);
-  parallel(NAME(share_tiles), a, (unsigned)(threads > 1 ? threads : 1), 0);
+#if UNIT == 1
+  if (a->halved) {
+    attend_in_halves(a, all, of_tokens);
+    return;
+  }
+#endif
+  parallel(NAME(share_tiles), a, (unsigned)all, 0);
 }
 
 /* --- layers ------------------------------------------------------------------------------------------------------ */

@@ -85,7 +85,7 @@ class _Layer:
         views = target.cache.views(past.slot, 1)
         assert views is not None, "the target has read something"
         first = 0 if self._window is None else max(past.length - self._window - 1, 0)  # transformers' window of a draft
-        keys, values = (each[self._source][:, :, first : past.length] for each in views)
+        keys, values = (each[self._source][:, :, first : past.length].to(queries.dtype) for each in views)
         made = scaled_dot_product_attention(queries.transpose(0, 1)[None], keys, values, scale=1.0, enable_gqa=True)
         return made[0].transpose(0, 1).flatten(1)
 
