@@ -40,7 +40,7 @@ def filled(target: LeanForward, context: int) -> SlotSession:
     cache.claim([session.slot], [context + max(TOKENS) + 2])
     for layer in target.lean.layers:
         heads = layer.heads
-        stored = cache.buffers(layer.number, heads.keys, heads.dim, target.lean.embed.weight)
+        stored = cache.buffers(layer.number, heads.keys, heads.dim, torch.empty(0, dtype=target.dtype))
         for each in stored[:2]:
             part = each[session.slot, :, :context]
             noise = torch.randn(part.shape)
@@ -111,7 +111,7 @@ def main() -> None:
                     ratio = median(a / b for a, b in zip(widest, times, strict=True))
                     shown = median_and_range([1000 * each for each in times], 1)
                     memory = f"{sessions[form].nbytes / 2**20:.0f}"
-                    shape = name if name in configs() else f"{Path(name).stem}, Q4_K_M"
+                    shape = name if name in configs() else f"{name if name in SHAPES else Path(name).stem}, Q4_K_M"
                     rows.append([shape, context, tokens, form, memory, shown, f"{ratio:.2f}"])
                     common.say(options, *rows[-1])
                 raw[f"{name}, {context}, {tokens}"] = found

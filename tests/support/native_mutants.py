@@ -54,6 +54,8 @@ MUTANTS = (
         "const long token = t->token + query / t->group, seen = a->visible[token] + 1 - t->start;",
         _NATIVE,
     ),
+    CodeMutant("typed.h", "(token * a->heads + head) * a->dim, a->dim)", "(token * a->heads) * a->dim, a->dim)", _KEYS),
+    CodeMutant("typed.h", "first = a->tokens * thread_number() / thread_count();", "first = 1;", _KEYS),
     CodeMutant(
         "matrix_rows.h", "_tile_dpbf16ps(3, 5, 7)", "_tile_dpbf16ps(3, 4, 7)", "native/test_rows.py", "x86-64-v4-amx"
     ),
