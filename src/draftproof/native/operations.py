@@ -451,8 +451,8 @@ class Operations(Immutable):
         """Rotate queries and keys, write keys and values to the cache, and attend; outputs of padding are zeros.
 
         Queries, keys and values of every token are contiguous, and overwritten. The layer's buffers have the shape that
-        `given` was made with; with 8 bits where there are scales, those of keys and behind them those of values; in
-        bfloat16 where `given` is of float32 rows and halves them.
+        `given` was made with; with 8 bits where there are scales, those of keys and behind them those of values; else
+        in bfloat16 where `given` is of float32 rows and halves them.
         """
         tokens, heads = given.tokens, given.heads + 2 * given.key_heads
         require("fused", fused, self.dtype, (tokens, heads, given.dim))

@@ -118,7 +118,7 @@ class AttentionArguments(ctypes.Structure):
 
         Angles are contiguous in the last dimension, sines with the sign of `rotate_half`; `shape` is that of the
         buffers of keys and of values, [slots, key heads, capacity, dim]; neighbouring query heads share a key head.
-        `halved`: whether keys and values are bfloat16, and rows float32.
+        `halved`: whether rows are float32, and keys and values have fewer bits.
 
         Raises:
             ValueError: shapes that do not fit together; C would read past an end.

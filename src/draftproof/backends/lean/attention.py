@@ -254,7 +254,7 @@ def arguments(
 ) -> AttentionArguments:
     """What C's attention is told of a layer in a pass; `shape` and `dtype` are those of its keys' buffer."""
     cos, sin = at.angles(heads)
-    halved = dtype == torch.bfloat16 != cos.dtype
+    halved = cos.dtype == torch.float32 and dtype in (torch.bfloat16, torch.int8)
     given = cos, sin, shape, mask
     return AttentionArguments.of(*given, heads=heads.queries, scale=heads.scale, cap=heads.cap, halved=halved)
 

@@ -271,8 +271,8 @@ int NAME(draftproof_legal)(const ELEM *x, long rows, long dim) {
 typedef struct {
   ELEM *fused;            /* [tokens, heads + 2 own, dim]; queries are rotated in place */
   const ELEM *cos, *sin;  /* of each token, `angles` apart; sin with the sign of rotate_half */
-  void *keys, *values;    /* [slots, key_heads, capacity, dim]: of the rows' type, int8 where there are scales, or bfloat16
-                             where `halved` is not 0 */
+  void *keys, *values;    /* [slots, key_heads, capacity, dim]: int8 where there are scales, else bfloat16 where `halved` is not
+                             0, else of the rows' type */
   float *scales;          /* [slots, 2 key_heads, capacity]: of each head's keys, and behind them of its values; or 0 */
   const int64_t *places;  /* slot, first position, width and first token of each row; rows are in the order of tokens */
   const int64_t *visible; /* [tokens]: slots that a token may see, before the mask */
@@ -285,8 +285,8 @@ typedef struct {
   long copied, held;          /* where a thread's copy of queries begins in its scratch, and outcomes of a tile */
   long outcomes, divided;     /* where the outcomes of spans begin; which of DIVISIONS */
   long own;                   /* heads of new keys and values: all key heads, or 0 where others have written them */
-  long halved;                /* where queries and outputs in bfloat16 begin in scratch, for float32 rows whose keys, values and
-                                 mask are bfloat16; else 0 */
+  long halved;                /* where queries and outputs in bfloat16 begin in scratch, for float32 rows whose keys and values
+                                 have fewer bits, and whose mask is bfloat16; else 0 */
   float scale, cap; /* cap: scores become cap tanh(score / cap), before the mask; 0 for none */
 } NAME(attention);
 
@@ -366,7 +366,7 @@ static void NAME(store_tokens)(const NAME(attention) * a, long start, long stop)
         ELEM turned[MOST_DIM], *key = a->scales || a->halved ? turned : (ELEM *)a->keys + at;
         NAME(turn)(a->dim, fused + (a->heads + head) * a->dim, key, cos, sin);
 #if UNIT == 1
-        if (a->halved) {
+        if (a->halved && !a->scales) {
           halve(key, (bfloat16 *)a->keys + at, a->dim);
           halve(value, (bfloat16 *)a->values + at, a->dim);
           continue;
@@ -984,11 +984,11 @@ static void share_halved_outputs(void *given) {
 /* What bfloat16 rows make of the same queries, keys and values. */
 static void attend_in_halves(const attention_float *a, long threads, long of_tokens) {
   attention_bfloat16 halves = {
-      .fused = halved_queries(a), .keys = a->keys, .values = a->values, .places = a->places, .visible = a->visible,
-      .mask = (const bfloat16 *)a->mask, .out = halved_outputs(a), .scratch = a->scratch, .sinks = a->sinks, .rows = a->rows,
-      .tokens = a->tokens, .heads = a->heads, .key_heads = a->key_heads, .dim = a->dim, .capacity = a->capacity,
-      .horizon = a->horizon, .columns = a->columns, .scratch_size = a->scratch_size, .copied = a->copied, .held = a->held,
-      .outcomes = a->outcomes, .divided = a->divided, .scale = a->scale, .cap = a->cap};
+      .fused = halved_queries(a), .keys = a->keys, .values = a->values, .scales = a->scales, .places = a->places,
+      .visible = a->visible, .mask = (const bfloat16 *)a->mask, .out = halved_outputs(a), .scratch = a->scratch,
+      .sinks = a->sinks, .rows = a->rows, .tokens = a->tokens, .heads = a->heads, .key_heads = a->key_heads, .dim = a->dim,
+      .capacity = a->capacity, .horizon = a->horizon, .columns = a->columns, .scratch_size = a->scratch_size,
+      .copied = a->copied, .held = a->held, .outcomes = a->outcomes, .divided = a->divided, .scale = a->scale, .cap = a->cap};
   clear_padding_bfloat16(&halves);
   parallel(share_tiles_bfloat16, &halves, (unsigned)threads, 0);
   parallel(share_halved_outputs, (void *)a, (unsigned)of_tokens, 0);
