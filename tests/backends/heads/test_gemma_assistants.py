@@ -1,5 +1,6 @@
 """Gemma 4 assistants: logits as transformers computes them, exact drafts over the target's own keys, refusals."""
 
+import itertools
 import json
 import shutil
 
@@ -148,9 +149,9 @@ def test_keys_and_values_of_a_gguf_file_are_read(name, tmp_path):
     )
     assert float((made - expected).norm() / expected.norm()) < 1e-3
     assert float((other - expected).norm() / expected.norm()) > 0.1, "negative control: a token less"
-    few.store_kv(torch.bfloat16)
-    drafter = make_drafter(f"assistant:{folder}", target=few, draft=None, stopper="fixed:3")
-    for temperature in (0.0, 1.0):
+    for kept, temperature in itertools.product((torch.float32, torch.bfloat16), (0.0, 1.0)):
+        few.store_kv(kept)
+        drafter = make_drafter(f"assistant:{folder}", target=few, draft=None, stopper="fixed:3")
         params = SamplingParams(max_tokens=16, temperature=temperature, seed=3, ignore_eos=True)
         plain, drafted = (
             Engine(few, each, make_verifier("gumbel")).generate([IDS, IDS[:3]], params) for each in (None, drafter)

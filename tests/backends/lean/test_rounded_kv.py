@@ -250,7 +250,10 @@ def test_the_format_of_the_rows_changes_nothing(caplog):
     made = load("embedded:target", LoadOptions(kv_dtype="float32")).backend
     assert made.cache.kept is None
     assert "keys and values" not in caplog.text
-    with pytest.raises(UserError, match=r"kv_dtype: expected one of auto, int8 for .* dtype is bfloat16, got float32"):
+    HFBackend(random_model(transformers.LlamaConfig(**WIDE)), name="x").store_kv(torch.float32)  # as it stores them
+    with pytest.raises(
+        UserError, match=r"kv_dtype: expected one of auto, bfloat16, int8 for .* dtype is bfloat16, got float32"
+    ):
         _ = load("embedded:target", LoadOptions(dtype="bfloat16", kv_dtype="float32")).backend
 
 

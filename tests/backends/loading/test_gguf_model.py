@@ -302,10 +302,11 @@ def test_keys_and_values_have_half_the_bits_of_hidden_states_where_weights_have_
 
 
 @pytest.mark.grid(2)
+@pytest.mark.parametrize("kv_dtype", ["auto", "float32"])
 @pytest.mark.parametrize("name", ["llama", "qwen3moe", "gpt-oss"])
-def test_texts_are_equal_with_and_without_drafts(name, level, written):
-    backend = in_own_numbers(GGUFFile(written(name)[1]), "x", LoadOptions())
-    assert backend.cache.kept == torch.bfloat16, "the default"
+def test_texts_are_equal_with_and_without_drafts(name, level, kv_dtype, written):
+    backend = in_own_numbers(GGUFFile(written(name)[1]), "x", LoadOptions(kv_dtype=kv_dtype))
+    assert backend.cache.kept == (torch.bfloat16 if kv_dtype == "auto" else None)
     model = DraftModel(EarlyExitBackend(backend, 2), vocab_size=320)
     prompt = [5, 9, 2, 7] * 4
     for temperature in (0.0, 1.0):

@@ -189,15 +189,16 @@ class SlotBackend(ABC):
         Raises:
             UserError: another dtype, or a backend that stores them as they are.
         """
-        name = str(dtype).removeprefix("torch.")
+        name, rows = (str(each).removeprefix("torch.") for each in (dtype, self.dtype))
+        if dtype == self.dtype and self._cache.kept is None:
+            return
         if not self.stores_kv:
             raise UserError(
                 f"kv_dtype: expected auto for {self.name} on backend {self.kind} and {self.device.type}, got {name}: "
                 "only backend lean stores keys and values in another format, on a CPU"
             )
         if dtype not in (self.dtype, torch.int8) and (self.dtype, dtype) != (torch.float32, torch.bfloat16):
-            rows = str(self.dtype).removeprefix("torch.")
-            legal = "auto, int8" if self.dtype != torch.float32 else "auto, float32, bfloat16, int8"
+            legal = ", ".join(("auto", rows, *(["bfloat16"] if self.dtype == torch.float32 else []), "int8"))
             raise UserError(f"kv_dtype: expected one of {legal} for {self.name}, whose dtype is {rows}, got {name}")
         self._cache = SlotCache(self.facts.max_positions, kept=None if dtype == self.dtype else dtype)
 

@@ -169,7 +169,7 @@ static bound bound_of(float *v, long size, long count) {
   }
 }
 
-/* float32 rows may have keys and values in bfloat16, which its attention reads. */
+/* The first one, since float32 rows leave attention over keys and values of fewer bits to it. */
 #define ELEM bfloat16
 #define UNIT 2
 #define NAME(x) x##_bfloat16
